@@ -37,7 +37,11 @@ class Counting(dist.Store):
 
     def __init__(self, store):
         super().__init__()
-        self.store, self.requests = store, 0
+        self.store, self.calls = store, []  # append() is safe in threads, += is not
+
+    @property
+    def requests(self):
+        return len(self.calls)
 
     def set_timeout(self, timeout):
         self.store.set_timeout(timeout)
@@ -45,7 +49,7 @@ class Counting(dist.Store):
 
 def counted(method):
     def call(self, *arguments):
-        self.requests += 1
+        self.calls.append(method)
         return getattr(self.store, method)(*arguments)
 
     return call

@@ -270,8 +270,9 @@ def on_host(n: Any, strategy: str, ranks: int) -> tuple[float, float]:
     """
     local = min(ranks, NODE)
     is_sharded = strategy != "DDP" and ranks > 1
-    # transformers stacks the experts of the files; under DDP it does so on the GPU
-    loading = local * n.experts if is_sharded else 0
+    # transformers stacks the experts of the files; under DDP it does so on the GPU. Embedding and
+    # head, if they are trained, become fp32 before they are sharded
+    loading = local * (n.experts + n.root_gradients) if is_sharded else 0
     part = local / ranks if is_sharded and n.saved == n.files else 1  # a LoRA is saved by rank 0
     held = (n.weights + 3 * n.gradients) * local / ranks if strategy == "FSDP offloaded" else 0
     return loading, held + max(n.saved, 3 * n.gradients * part)

@@ -28,7 +28,7 @@ HELD_OUT = 100
 CHARACTERS = 220  # of a row of --data; longer ones are not used
 SHARED = "--sft_weight 1 --temperature 0 --eval_every 9999 --save_every 9999 --report_to none"
 DEMO = "--judge data/demo/judge.py:score"
-REAL = "--model_name data/smollm2 --fine_tuning lora --base_dtype bf16 --lr_scaling none"
+REAL = "--model_name data/smollm2 --fine_tuning lora --lr_scaling none"
 REAL += " --num_samples 8 --max_new_tokens 40"
 
 

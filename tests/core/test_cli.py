@@ -244,6 +244,7 @@ def test_help_and_wrong_settings_need_no_torch(program, tmp_path):
     command = [sys.executable, *program.split()]
     shown = programs.process([*command, "--help"], **env)
     command_line = f"python {program}" if program[0] == "-" else program.rpartition("/")[2]
+    command_line = re.sub("run_dpo$", "run_dpo_ddp", command_line)  # the older name
     usage = f"usage: {command_line} [settings]\n"
     assert usage in shown.stdout and not shown.stderr
     assert shown.stdout.splitlines()[2].endswith(".")  # what the program does, in a sentence

@@ -135,12 +135,14 @@ def test_the_bytes_of_one_rank():
 
 # all weights of 1e9 parameters in bf16 files, and a LoRA of 1e7 on experts
 BILLION = {"weights": 4e9, "gradients": 4e9, "files": 2e9, "saved": 2e9, "experts": 0}
+BILLION |= {"root_gradients": 5e8}  # an embedding of 1.25e8
 ADAPTERS = {"weights": 2e9, "gradients": 4e7, "files": 2e9, "saved": 4e7, "experts": 1.5e9}
+ADAPTERS |= {"root_gradients": 0}
 HOSTS = [  # sizes, strategy, ranks; bytes to load, and to save
     (BILLION, "DDP", 16, (0, 12e9)),  # rank 0: weights and two moments
-    (BILLION, "FSDP FULL_SHARD", 16, (0, 6e9)),  # half of the ranks
-    (BILLION, "FSDP FULL_SHARD", 64, (0, 2e9)),  # less than the model
-    (BILLION, "FSDP offloaded", 8, (0, 16e9 + 12e9)),
+    (BILLION, "FSDP FULL_SHARD", 16, (8 * 5e8, 6e9)),  # half of the ranks
+    (BILLION, "FSDP FULL_SHARD", 64, (8 * 5e8, 2e9)),  # less than the model
+    (BILLION, "FSDP offloaded", 8, (8 * 5e8, 16e9 + 12e9)),
     (ADAPTERS, "DDP", 8, (0, 12e7)),
     (ADAPTERS, "FSDP FULL_SHARD", 16, (8 * 1.5e9, 12e7)),
 ]
