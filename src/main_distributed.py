@@ -202,7 +202,7 @@ def generate_replies(
     prompts = [pair.prompt for pair in val + test]  # together, since large batches are faster
     if not prompts:
         return {}
-    path = run.folder / f"replies/{name}.safetensors"
+    path = run.folder / f"parts/{name}.safetensors"
     phase = partial(run.phase, f"sampling {len(prompts)} replies")
     with policy.gathered():
         how = policy.scorer, prompts, ends, run.world, spec, phase
@@ -431,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = run.restore_best()
         for split in ("val", "test"):
             if data[split] and split not in run.results:  # the last step has evaluated val
-                name = f"{split}-step-{last:08d}"
+                name = f"parts/{split}-step-{last:08d}"
                 run.results[split] = run.once(name, partial(evaluate_split, split))
                 run.log(last, run.results[split], split)
         models.round_weights(policy, meta_model)

@@ -74,6 +74,7 @@ class Averages:
         for name in self.names[1:]:
             values[name] /= values["count"]
         for name, size in self.sizes.items():
+            values[size] = values[size] or math.nan  # of tasks in which no return is possible
             values[name] /= values[size]
         count = int(values["count"])
         for name in self.intervals:

@@ -248,13 +248,11 @@ class Run:
         for logger in self.loggers:
             logger.close()
         self.metrics.close()
-        lines, problem = write_report(self.folder, with_curves=error is None)
+        problem = write_report(self.folder, error is None, self.bar.say)
         self.lock.release()
         if problem:
             self.say(f"warning: no report.html: {problem}")
-        if error is None:
-            self.say(lines.replace(str(self.folder.resolve()), str(self.folder)))
-        elif self.saved and code != 85:
+        if error is not None and self.saved and code != 85:
             self.say(f"run the same command to resume after step {self.saved}")
 
     # --- messages and files ----------------------------------------------------------------------
@@ -545,7 +543,7 @@ class Run:
         """Return make(), plain data; later starts of this run read it from the folder."""
         path = self.folder / f"{name}.json"
         if not distributed.on_main(self.world, path.exists):
-            self.write_json(path.name, make())
+            self.write_json(f"{name}.json", make())
         return distributed.on_main(self.world, lambda: data.read_json(path))
 
     def reference_logps(
@@ -669,14 +667,19 @@ def check_finite(tensors: dict[str, Tensor], step: int) -> None:
             raise NonFiniteError(f"after step {step} {name} is not finite; it was not saved")
 
 
-def write_report(folder: Path, with_curves: bool) -> tuple[str, str]:
-    """Write report.html and the curves; return the results in a few lines, and what went wrong.
+def write_report(folder: Path, is_complete: bool, say: Callable[[str], None]) -> str:
+    """Write report.html, and if the run is complete, print its results and draw the curves.
 
-    This starts a process, so that no error in a plot can end the run.
+    Return what went wrong, or "". This starts a process, so that no error in a plot can end the
+    run. It prints the results first, because drawing takes a second.
     """
     program = ["-X", "utf8", "-m", "ddp_utils.tools.report"]  # in an old locale, too
     command = [sys.executable, *program, str(folder.resolve())]
-    if not with_curves:
+    if not is_complete:
         command.append("--no_curves")
-    done = subprocess.run(command, cwd=SRC, capture_output=True, encoding="utf-8")
-    return done.stdout.rstrip(), done.stderr.strip()[-200:] if done.returncode else ""
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=SRC, encoding="utf-8", **pipes) as process:
+        for line in process.stdout if is_complete else ():
+            say(line.rstrip("\n").replace(str(folder.resolve()), str(folder)))
+        _, errors = process.communicate()
+    return errors.strip()[-200:] if process.returncode else ""

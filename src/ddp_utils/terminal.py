@@ -40,7 +40,7 @@ METRICS = {
     "rewards/accuracies": Metric("accuracy: chosen preferred", PAIRS, "accuracy", "accuracy"),
     "logps/accuracies": Metric("chosen more likely", PAIRS, "", "likelier"),
     "accuracy": Metric("accuracy: action predicted", "fraction of actions", "accuracy", "accuracy"),
-    "share_baked": Metric("fraction of the KL removed", "fraction", "share_baked", "share baked"),
+    "share_baked": Metric("fraction of the KL removed", "", "share_baked", "share baked"),
     "kept/kl": Metric("KL from the base model, other prompts", PER_TOKEN, "", "kept: kl"),
     "fraction_of_optimum": Metric("return of the last 10 episodes", OPTIMUM, "of_optimum"),
     "return_first": Metric("return of the first episode"),
@@ -187,5 +187,5 @@ def wrapped(line: str) -> str:
     """Return a warning wrapped to the width of a terminal; other lines unchanged."""
     if not line.startswith("warning: "):
         return line
-    shape = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
-    return shape.fill(line)
+    whole = {"break_on_hyphens": False, "break_long_words": False}  # so that a path can be copied
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 9, **whole)

@@ -73,7 +73,7 @@ def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge
                 table[row] = torch.tensor([verdict[score] for score in scores], dtype=torch.double)
             yield table.to(world.device)
 
-    path = run.folder / f"replies/judge-{name}.safetensors"
+    path = run.folder / f"parts/judge-{name}.safetensors"
     table = in_parts(path, facts, {"scores": parts}, judged, world)["scores"].tolist()
     known = dict(zip(asked, table, strict=True))
     return lambda prompt, reply: dict(zip(scores, known[prompt, reply], strict=True))

@@ -60,7 +60,7 @@ def sample(
     texts = {}
     for number, column in enumerate(columns):
         prompts = [trajectories.prompt(encoder, column.system, text) for text in questions]
-        path = run.folder / f"replies/after-step-{step:08d}-{number}.safetensors"
+        path = run.folder / f"parts/after-step-{step:08d}-{number}.safetensors"
         phase = functools.partial(run.phase, f"sampling {len(prompts)} replies: {column.title}")
         with student.adapter(column.baked):
             how = student, prompts, ends, run.world, spec, phase

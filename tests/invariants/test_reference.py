@@ -34,7 +34,7 @@ def train(folder, *flags):
         counts.append(len(pairs if rows is None else rows))
         return score(scorer, pairs, world, micro_batch_size, rows, phase)
 
-    no_report = mock.patch.object(run, "write_report", lambda *_, **__: ("", ""))
+    no_report = mock.patch.object(run, "write_report", lambda *_, **__: "")
     with mock.patch.object(logps, "score", counted), no_report:
         assert main_distributed.main([*FLAGS, *flags, "--result_dir", str(folder)]) == 0
     return sum(counts)

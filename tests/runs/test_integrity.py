@@ -26,7 +26,7 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
     assert faults.start(1, killed, *mode, fault=fault).codes == [-9]
     files = sorted(path.relative_to(killed) for path in killed.rglob("*") if path.is_file())
     files = [file for file in files if (killed / file).stat().st_size]
-    assert {"reference_logps.safetensors", "replies/before.safetensors"} <= {str(f) for f in files}
+    assert {"reference_logps.safetensors", "parts/before.safetensors"} <= {str(f) for f in files}
     generator = random.Random(12)
     went_on = 0
     for number in range(12):

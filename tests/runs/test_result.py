@@ -61,7 +61,7 @@ def reply_of(model, tokenizer, prompt):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_plain_transformers_generates_the_replies_of_the_run(kind, tmp_path, monkeypatch, capsys):
     """Each ends with the same token; from another folder, though the base's path was relative."""
-    monkeypatch.setattr(run, "write_report", lambda *_, **__: ("", ""))  # a second
+    monkeypatch.setattr(run, "write_report", lambda *_, **__: "")  # a second
     make_base(tmp_path / "base", torch.bfloat16)
     monkeypatch.chdir(tmp_path)
     replies, folder = train(tmp_path / "run", kind, "base")

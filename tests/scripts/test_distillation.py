@@ -38,7 +38,7 @@ def histories(tmp_path_factory):
 
 def run_small(folder, histories, *words):
     """Run the small settings in this rank, without a report and a picture."""
-    run_.write_report = lambda *_, **__: ("", "")
+    run_.write_report = lambda *_, **__: ""
     evaluate.write = lambda folder, *_: None
     torch.set_num_threads(1)
     assert train.main([*SMALL, f"traj_file={histories}", f"output_dir={folder}", *words]) == 0

@@ -240,7 +240,7 @@ def canary(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(run_, "write_report", lambda *_, **__: ("", ""))  # a second per run
+    monkeypatch.setattr(run_, "write_report", lambda *_, **__: "")  # a second per run
 
 
 def put(path, content):

@@ -511,7 +511,7 @@ def table(folder):
 
 
 def train(data, folder, *flags):
-    run_.write_report = lambda *_, **__: ("", "")
+    run_.write_report = lambda *_, **__: ""
     flags = [f"--train_data={data}", f"--base_model_name={MODEL}", f"--output_dir={folder}", *flags]
     flags += runs.words("--learning_rate 1e-3 --max_steps 5 --log_every 100 --num_orders 2")
     assert run_dpo_ddp.main(flags) == 0
@@ -611,7 +611,7 @@ def test_evaluate_compares_with_the_model_that_the_training_began_with(
     base = tmp_path / "base.pt"
     base.write_bytes(Path(MODEL).read_bytes())
     flags = [f"--train_data={data}", f"--base_model_name={base}", f"--output_dir={tmp_path}/run"]
-    monkeypatch.setattr(run_, "write_report", lambda *_, **__: ("", ""))
+    monkeypatch.setattr(run_, "write_report", lambda *_, **__: "")
     ranks(1, run_dpo_ddp.main, [*flags, *runs.words("--max_steps 1 --learning_rate 1e-30")])
     model = tmp_path / "run/best_model.pt"
     same = [f"--data={data}", f"--model_path={model}"]

@@ -86,7 +86,7 @@ def main(folder, flags):
         at = flags.index("--micro_batch_size")
         flags[at : at + 2] = ["--batch_size", str(size * int(flags[at + 1]))]
         flags = [new for flag in flags for new in DPO.get(flag, [flag])]
-    with mock.patch.object(run, "write_report", lambda *_, **__: ("", "")):  # a second
+    with mock.patch.object(run, "write_report", lambda *_, **__: ""):  # a second
         assert script.main(flags) == 0
     return runs.lines(folder)
 

@@ -348,11 +348,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         for folder in map(Path, arguments.folders):
+            run = read_run(folder)
+            print(result_lines(folder, run), flush=True)
             if not arguments.no_curves:
                 plots.draw(folder)
-            run = read_run(folder)
             write(folder, run)
-            print(result_lines(folder, run))
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 
