@@ -679,7 +679,8 @@ def write_report(folder: Path, is_complete: bool, say: Callable[[str], None]) ->
         command.append("--no_curves")
     pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=SRC, encoding="utf-8", **pipes) as process:
-        for line in process.stdout if is_complete else ():
+        printed: Any = process.stdout
+        for line in printed if is_complete else ():
             say(line.rstrip("\n").replace(str(folder.resolve()), str(folder)))
         _, errors = process.communicate()
     return errors.strip()[-200:] if process.returncode else ""

@@ -187,5 +187,5 @@ def wrapped(line: str) -> str:
     """Return a warning wrapped to the width of a terminal; other lines unchanged."""
     if not line.startswith("warning: "):
         return line
-    whole = {"break_on_hyphens": False, "break_long_words": False}  # so that a path can be copied
+    whole: Any = {"break_on_hyphens": False, "break_long_words": False}  # a path can be copied
     return textwrap.fill(line, WIDTH, subsequent_indent=" " * 9, **whole)

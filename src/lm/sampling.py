@@ -6,6 +6,7 @@ transformers generates, with our random numbers. B replies of a batch, V vocabul
 import functools
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def generate(
     first: number of the first prompt, if it is not 0. keep_end: the replies include the token that
     ends them. streamer: of transformers, for a single prompt.
     """
-    rows = [row for part in parts_of(scorer, prompts, spec, world) for row in part]
+    rows = [*itertools.chain(*parts_of(scorer, prompts, spec, world))]
     table = sample(scorer, prompts, rows, ends, world, spec, Phase(), first, streamer)
     return until_end(table, ends, keep_end)
 
