@@ -121,7 +121,7 @@ def test_help_is_that_of_the_script_and_of_its_program_without_a_job(script, job
     done = job("--help", script=script, HOME=str(job.folder), **outside)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Fine-tune ProteinMPNN on Aurora.") and "#PBS" not in done.stdout
-    assert "\nusage: run_dpo_ddp.py [settings]\n" in done.stdout
+    assert "\nusage: python -m dpo_inv.run_dpo_ddp [settings]\n" in done.stdout
     assert not (job.folder / "logs").exists()
 
 
