@@ -40,7 +40,7 @@ METRICS = {
     "rewards/accuracies": Metric("accuracy: chosen preferred", PAIRS, "accuracy", "accuracy"),
     "logps/accuracies": Metric("chosen more likely", PAIRS, "", "likelier"),
     "accuracy": Metric("accuracy: action predicted", "fraction of actions", "accuracy", "accuracy"),
-    "share_baked": Metric("fraction of the KL removed", "", "share_baked", "share baked"),
+    "share_baked": Metric("KL removed", "fraction", "share_baked", "share baked"),
     "kept/kl": Metric("KL from the base model, other prompts", PER_TOKEN, "", "kept: kl"),
     "fraction_of_optimum": Metric("return of the last 10 episodes", OPTIMUM, "of_optimum"),
     "return_first": Metric("return of the first episode"),

@@ -410,7 +410,7 @@ def test_the_model_card_describes_the_training(tmp_path):
         "- share baked held out 0.9970",
         "python src/train_loop.py --lora_r 4",
         "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
-        "| fraction of the KL removed | 0.997 |",
+        "| KL removed, fraction | 0.997 |",
         "| kept/kl/pirate | 0.0123 |",
     ):
         assert line in card.content, line
