@@ -408,7 +408,7 @@ def on_first(key: str, fn: Callable[[Any], Any]) -> Any:
             result = json.loads(_wait_for(store, key))
             if result is not None:  # rank 0 has not failed
                 fn(result)
-    except Exception as error:
+    except (UserError, OSError) as error:
         problem = user_error(error)
         store.set(key, "null")
     code = 0 if problem is None else exit_code(problem)

@@ -503,7 +503,8 @@ def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
 def test_the_lines_of_the_guide(tmp_path):
     """They run as written, in a copy of src/; without --r, which torchrun would read itself."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/demo").symlink_to(ROOT / "data/demo")
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PET_MASTER_PORT": str(free_port())}
     first = "torchrun --nproc_per_node=2 generate_data.py --num_questions 88 --batch_size 38 "
@@ -512,8 +513,8 @@ def test_the_lines_of_the_guide(tmp_path):
     second += "--learning_rate 1e-4 --lora_r 32"
     for line in (first, f"{second} --max_steps 3"):
         programs.process(runs.words(line), cwd=tmp_path / "src", **env)
-    assert sum(map(len, rows_of(tmp_path / "src/data"))) == 88 * 25 + 9 * 3 * 2
-    assert len(runs.lines(tmp_path / "src/results/traj_chat", "train")) == 3
+    assert sum(map(len, rows_of(tmp_path / "data"))) == 88 * 25 + 9 * 3 * 2
+    assert len(runs.lines(tmp_path / "results/traj_chat", "train")) == 3
 
 
 def test_the_rank_has_three_names(made):

@@ -106,7 +106,7 @@ MISTAKES = [  # YAML, and the error; mistakes in a flat file: tests/core/corpus/
     ("distributed:\n  use_deepspeed: true", ":2: distributed.use_deepspeed: set deepspeed_con"),
     ("distributed:\n  fsdp_config: j.json", ":2: distributed.fsdp_config: it has no effect w"),
     # found with data, model and the folder of the run
-    ("model:\n  model_name: nowhere", ":2: model.model_name: no "),
+    ("model:\n  model_name: nowhere", ":2: model.model_name: nowhere: neither a "),
     ("model:\n\n  init_adapter: nowhere", ":3: model.init_adapter: nowhere"),
     ("fine_tuning: {lora_targets: q}", ":1: fine_tuning.lora_targets: no layer q (expected"),
     ("training:\n  mixed_precision: fp16", ":2: training.mixed_precision fp16: slow on a CPU"),

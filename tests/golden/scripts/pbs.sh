@@ -18,6 +18,7 @@
 #PBS -k doe
 #PBS -j oe
 #PBS -r y
+export DDP_JOB_END=$(($(date +%s) + 172800))
 set -euo pipefail
 
 project=PROJECT

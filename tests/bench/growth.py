@@ -1,6 +1,6 @@
 """How the cost of a DPO step grows with rows, ranks, the prompt's length and the vocabulary.
 
-    python tests/bench/scale.py [--picture docs/img/scale.png] [--json FILE]
+    python tests/bench/growth.py [--picture docs/img/growth.png] [--json FILE]
 
 Rows and ranks: CPU ms that one rank spends on choosing its rows of a step, with the functions that
 the scripts use; 512 ranks need no 512 processes for it, since a rank computes its part alone.
