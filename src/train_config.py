@@ -1,5 +1,6 @@
 """Settings of src/train.py: the sections of its YAML file; each setting is also a flag."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -144,7 +145,8 @@ def read(argv: Sequence[str] | None = None) -> Config:
     Raises UserError for values out of range, without effect, or different in two places, and for
     the settings of DPO that this script had.
     """
-    if sys.argv == ["train.py"]:  # in src/, as the guide to Algorithm Distillation writes it
+    # in src/, as the guide to Algorithm Distillation writes it
+    if sys.argv == ["train.py"] and os.path.exists("ad/train.py"):
         here = "the train.py of this folder is supervised fine-tuning"
         fix = "for Algorithm Distillation use ad/train.py; for this one add --config config.yaml"
         raise UserError(f"train.py: {here}; {fix}")

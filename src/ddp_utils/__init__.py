@@ -76,7 +76,7 @@ def end_with_parent() -> None:
 
 
 def is_first_of_node() -> bool:
-    """Return whether this is the first process of its node, before torch is imported."""
+    """Return whether this is the first process of its node, by the launcher's variables."""
     local_ranks = [os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)]
     return local_ranks[:1] in ([], ["0"])
 

@@ -59,7 +59,7 @@ def snapshot(name: str, patterns: tuple[str, ...], commit: str | None = None) ->
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
         except LOADING_ERRORS as error:
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            reason = explain(name, error) or first_line[:200]
+            reason = explain(name, error) or first_line
             raise UserError(f"--model_name: {name}: {reason}") from error
         files = itertools.chain.from_iterable(map(folder.glob, patterns))
         names = sorted({*map(os.path.basename, files)})

@@ -331,11 +331,6 @@ def is_first() -> bool:
     return dist.get_rank() == 0 if dist.is_initialized() else _world.is_main
 
 
-def is_first_of_node() -> bool:
-    """Return whether this is the first rank of its node."""
-    return _world.local_rank == 0
-
-
 def warn(line: str) -> None:
     """Print a warning on rank 0, where a run keeps it with its results; see also Run.warn()."""
     if is_first() and line not in warnings:

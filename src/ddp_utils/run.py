@@ -300,8 +300,9 @@ class Run:
         self.metrics.write((json.dumps(line) + "\n").encode())
         for logger in self.loggers:
             logger.log(split, step, values)
-        is_tie = split == "train" and step == 1  # policy and reference are equal before it
-        texts = columns(values, ["rewards/accuracies"] if is_tie else [])
+        # before the first update, policy and reference are equal, unless it is another model
+        is_tie = step == 1 and abs(values.get("rewards/margins", 0.0)) < metrics.EQUAL
+        texts = columns(values, ["rewards/accuracies"] if is_tie and split == "train" else [])
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))
         if split == "train":

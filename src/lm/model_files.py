@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ddp_utils import UserError, data, distributed
+from ddp_utils import UserError, data, is_first_of_node
 
 Name = str | Path  # of a model: a folder, or a name on the hub
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
@@ -124,7 +124,7 @@ def read_ahead(name: Name) -> None:
     Loading maps the files, and each rank would read them by page faults of a few KiB, which is slow
     on a parallel file system. Linux shortens a longer request than a block: 8 of 300 MB were read.
     """
-    if not hasattr(os, "posix_fadvise") or not distributed.is_first_of_node():
+    if not hasattr(os, "posix_fadvise") or not is_first_of_node():
         return
 
     def request() -> None:

@@ -114,16 +114,21 @@ def test_a_warning_is_wrapped_at_words():
 
 
 def test_the_accuracy_of_step_1_is_not_printed_but_in_the_file():
-    """Before step 1 policy and reference are equal; what a step prints is its state before it."""
+    """It is noise while policy and reference are equal, but not if another model is the reference.
+
+    What a step prints is its state before it.
+    """
     bar = SimpleNamespace(reach=lambda *_: None, is_shown=False)
     of_run = {"spec": SimpleNamespace(log_every=0), "steps": 2, "metrics": io.BytesIO(), "bar": bar}
     said: list[str] = []
     fake = SimpleNamespace(world=World(), loggers=[], say=said.append, **of_run)
-    for step in (1, 2):
-        Run.log(fake, step, {"loss": 0.5, "rewards/accuracies": 0.25})
-    first, second = said
-    assert first.endswith("loss  0.5000") and second.endswith("accuracy  0.2500")
-    assert fake.metrics.getvalue().count(b'"rewards/accuracies": 0.25') == 2
+    for step, margin in ((1, 1e-4), (1, -0.5), (2, 1e-4)):
+        values = {"loss": 0.5, "rewards/margins": margin, "rewards/accuracies": 0.25}
+        Run.log(fake, step, values)
+    equal, other, later = said
+    assert equal.endswith("margin  0.0001")
+    assert other.endswith("accuracy  0.2500") and later.endswith("accuracy  0.2500")
+    assert fake.metrics.getvalue().count(b'"rewards/accuracies": 0.25') == 3
 
 
 def test_the_end_of_a_run_ends_the_bar_of_a_phase():
