@@ -58,7 +58,7 @@ def parse_number(name: str, text: str, lowest: int = 0, highest: int = 2**31) ->
 
 
 def save_seconds() -> int:
-    """Return DDP_SAVE_SECONDS, or 120: in which a run saves after a signal or before a job ends."""
+    """Return how many seconds a run has to save when it must end: DDP_SAVE_SECONDS, or 120."""
     return parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS") or "120", 1)
 
 

@@ -271,7 +271,7 @@ def note_ignored(place: str, name: str, value: Any) -> None:
 
 
 def note_unused(config: Any, reason: str, *names: str) -> None:
-    """Print a warning for each of these settings that is not at its default, for it has no effect.
+    """Print a warning that it has no effect for each of these settings that is not at its default.
 
     Names that the script does not have are left out.
     """

@@ -247,8 +247,9 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
 
 
 def joined(world: World, names: list[str]) -> str:
-    """Return the line that the first rank of another node prints; stdout may have to be JSON.
+    """Return the line that the first rank of another node prints.
 
+    It is printed on stderr, because stdout may have to be JSON.
     names: RANK@HOST of the first rank of each node.
     """
     hosts = {int(rank): host for rank, _, host in (name.partition("@") for name in names)}

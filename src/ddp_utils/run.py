@@ -47,7 +47,7 @@ from ddp_utils.tools.changes import SRC
 REFERENCE = "reference_logps.safetensors"
 OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
 SAVE_MINUTES = 15  # if save_every is 0, at least so long between two checkpoints of an epoch
-SAVE_FRACTION = 0.05  # of the time, at most, for saving what does not depend on save_every
+SAVE_FRACTION = 0.05  # of the time is spent on saving, at most, unless save_every is set
 TRIED_ON = ("cuda", "xpu")  # devices that report that they are out of memory
 LINES = 30  # steps that a run prints into a pipe by default
 PART = 2048  # rows that are scored between two times that their log-probs are stored

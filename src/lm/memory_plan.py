@@ -265,8 +265,8 @@ def share(n: Any, strategy: str, ranks: int) -> tuple[float, float, float, float
 def on_host(n: Any, strategy: str, ranks: int) -> tuple[float, float]:
     """Return the bytes that a node needs in the host's memory to load, and later to save.
 
-    n, strategy: as in share(). Without the pages of the model's files, which all processes of a
-    node share, and which the system can drop.
+    n, strategy: as in share(). The pages of the model's files are not counted: all processes of a
+    node share them, and the system can drop them.
     """
     local = min(ranks, NODE)
     is_sharded = strategy != "DDP" and ranks > 1

@@ -122,7 +122,7 @@ def read_ahead(name: Name) -> None:
     """Let the system read the weights into its page cache, once per node.
 
     Loading maps the files, and each rank would read them by page faults of a few KiB, which is slow
-    on a parallel file system. Linux shortens a longer request than a block: 8 of 300 MB were read.
+    on a parallel file system. Linux shortens long requests: of a file of 300 MB, 8 MB were read.
     """
     if not hasattr(os, "posix_fadvise") or not is_first_of_node():
         return

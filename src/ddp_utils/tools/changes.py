@@ -54,7 +54,7 @@ def of_script(path: Path) -> str:
 
 
 def edited_defaults(config_class: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass that differ from the last commit: field -> the old one."""
+    """Return the defaults of a dataclass that differ from the last commit, field -> the old one."""
     path = Path(inspect.getfile(config_class)).resolve()
     is_here = data.ROOT in path.parents
     committed = git("show", f"HEAD:{path.relative_to(data.ROOT)}") if is_here else None
