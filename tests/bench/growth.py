@@ -101,10 +101,10 @@ def draw(tables, path):
 
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
     titles = {
-        "rows": "choosing the rows of a step, one rank",
-        "ranks": "the same, with 8 processes per node",
-        "prompt": "a step, by length of the prompt",
-        "vocabulary": "a step, by size of the vocabulary",
+        "rows": "Choosing the rows of a step, by rows of the data",
+        "ranks": "Choosing the rows of a step, by processes",
+        "prompt": "A step, by tokens of the prompt",
+        "vocabulary": "A step, by size of the vocabulary",
     }
     for axis, (name, table) in zip(axes, tables.items(), strict=True):
         unit = "CPU ms per step" if name in ("rows", "ranks") else "CPU s per step"
@@ -115,6 +115,8 @@ def draw(tables, path):
         if len(table[0]) > 4:
             axis.plot(sizes, [row[4] for row in table], "--", label="its matrix products alone")
         axis.set(title=titles[name], xlabel=name, ylabel=unit, xscale="log", yscale="log")
+        low, high = axis.get_ylim()  # at least a decade, so that noise does not look like growth
+        axis.set_ylim(low, max(high, 10 * low))
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path, dpi=110)
