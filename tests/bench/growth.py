@@ -96,7 +96,7 @@ def step_of(vocabulary, prompt):
 
 
 def draw(tables, path):
-    """Draw the four tables as curves, and straight lines through their first points."""
+    """Draw the four tables as curves, with the products alone where they were measured."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
