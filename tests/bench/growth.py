@@ -99,14 +99,14 @@ def draw(tables, path):
     """Draw the four tables as curves, with the products alone where they were measured."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
     titles = {
-        "rows": "Choosing the rows of a step, by rows of the data",
-        "ranks": "Choosing the rows of a step, by processes",
+        "rows": "Choosing rows, by size of the data",
+        "ranks": "Choosing rows, by number of processes",
         "prompt": "A step, by tokens of the prompt",
         "vocabulary": "A step, by size of the vocabulary",
     }
-    for axis, (name, table) in zip(axes, tables.items(), strict=True):
+    for axis, (name, table) in zip(axes.flat, tables.items(), strict=True):
         unit = "CPU ms per step" if name in ("rows", "ranks") else "CPU s per step"
         sizes = [row[0] for row in table]
         middle = [row[1] for row in table]
