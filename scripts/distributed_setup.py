@@ -27,7 +27,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # of this clone
 
 import train_config
-from ddp_utils import UserError, cli, data, distributed
+from ddp_utils import DISK_ERRORS, UserError, cli, data, user_error
 
 HEADER = b"# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
 AURORA = "aurora"  # name of the system in PBS
@@ -345,8 +345,8 @@ def write(path: str, text: str, force: bool) -> None:
             mode = file.stat().st_mode
             file.chmod(mode | (mode & 0o444) >> 2)
     except OSError as error:
-        if error.errno in distributed.DISK_ERRORS:
-            raise distributed.user_error(error) from error  # status 4
+        if error.errno in DISK_ERRORS:
+            raise user_error(error) from error  # status 4
         problem = data.broken_link(file) or error.strerror
         raise UserError(f"{location}: {problem}; use another name") from error
 
@@ -369,4 +369,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    cli.run(main)

@@ -59,6 +59,9 @@ def no_traces():
     assert not run or run.write_report.__module__ == run.__name__, "it has replaced write_report"
     distributed = sys.modules.get("ddp_utils.distributed")
     assert not distributed or distributed._store is None, "it has left a group of processes"
+    cli = sys.modules.get("ddp_utils.cli")
+    if cli:
+        cli.noted.clear()
 
 
 @pytest.fixture(scope="session")

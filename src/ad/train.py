@@ -125,6 +125,7 @@ def check_step(policy: Policy, step: int, loss: float, config: Config) -> None:
         bound = 1e-6 if policy.scorer.autocast is None else 1e-2
         if abs(loss - expected) > bound:
             raise UserError(f"before the first step the loss is {loss:.6f}, not {expected:.6f}")
+        checks.check_backward(policy, loss)
         checks.check_gradients(policy, "full")
     if not math.isfinite(loss):
         raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")

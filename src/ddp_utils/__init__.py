@@ -1,6 +1,7 @@
 """Modules that the training scripts share: everything except the training loops."""
 
 import ctypes
+import errno
 import os
 import shlex
 import signal
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 LOCAL_RANKS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
 LOCAL_RANKS += ["PALS_LOCAL_RANKID"]
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class UserError(Exception):
@@ -86,6 +88,24 @@ def exit_with(error: UserError) -> NoReturn:
     if is_first_of_node():
         print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit status for an exception, or for None."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return getattr(user_error(error), "exit_code", 1) if error else 0
+
+
+def user_error(error: BaseException) -> BaseException:
+    """Return a WriteError for an OSError of a full or read-only disk, any other error as it is."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return error
+    place = f"{error.filename}: " if error.filename else ""
+    advice = "free some space and run the same command to resume"
+    return WriteError(f"{place}{error.strerror}; {advice}").with_traceback(error.__traceback__)
 
 
 def open_standard_streams() -> None:

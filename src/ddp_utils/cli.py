@@ -14,11 +14,20 @@ import os
 import re
 import shlex
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from ddp_utils import SettingError, UserError, check_clone, data, exit_with, is_first_of_node
+from ddp_utils import (
+    SettingError,
+    UserError,
+    check_clone,
+    data,
+    exit_with,
+    is_first_of_node,
+    open_standard_streams,
+)
 
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
@@ -53,6 +62,21 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
         exit_with(error)
     if os.environ.get(ONLY_FLAGS):
         sys.exit(0)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run the main() of a program that needs no torch, and exit; see distributed.run()."""
+    open_standard_streams()
+    check_clone()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exception(error)
+            sys.exit(error.exit_code)
+        exit_with(error)
 
 
 def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:
@@ -254,14 +278,16 @@ def check_type(place: str, hint: Any, value: Any) -> None:
             raise UserError(f"{place}: {part!r:.100} is not {expected}")
 
 
-_noted: set[str] = set()  # lines that this process has printed
+noted: list[str] = []  # warnings about settings, which a run keeps with its results
 
 
-def note(line: str) -> None:
+def note(problem: str) -> None:
     """Print a warning once, on the first process of a node: flags are read twice."""
-    if line not in _noted and is_first_of_node():
-        print(f"warning: {line}", flush=True)
-    _noted.add(line)
+    line = f"warning: {problem}"
+    if line not in noted:
+        noted.append(line)
+        if is_first_of_node():
+            print(line, flush=True)
 
 
 def note_ignored(place: str, name: str, value: Any) -> None:

@@ -5,7 +5,6 @@ one process on a CPU there is no group, and every function here still works.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -27,11 +26,12 @@ from torch import Tensor
 from ddp_utils import (
     Stop,
     UserError,
-    WriteError,
     check_clone,
+    exit_code,
     open_standard_streams,
     parse_number,
     save_seconds,
+    user_error,
 )
 
 # The names in which each launcher stores the rank, the world size, the rank on the node and the
@@ -59,7 +59,6 @@ BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "
 JOB_ENDS = ("DDP_JOB_END", "SLURM_JOB_END_TIME")
 NVIDIA_GPU = "/dev/nvidia0"
 Device = torch.device | str
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class World(NamedTuple):
@@ -484,24 +483,6 @@ def job_is_ending(last_save: float = 0.0) -> bool:
     left = int(end) - time.time() if end.isdecimal() else math.inf
     total = left + time.monotonic() - _started  # below 0 if the variable is that of an earlier job
     return total > 0 and left < min(max(save_seconds(), 2 * last_save), total / 2)
-
-
-def exit_code(error: BaseException | None) -> int:
-    """Return the exit status for an exception, or for None."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return getattr(user_error(error), "exit_code", 1) if error else 0
-
-
-def user_error(error: BaseException) -> BaseException:
-    """Return a WriteError for an OSError of a full or read-only disk, any other error as it is."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
-        return error
-    place = f"{error.filename}: " if error.filename else ""
-    advice = "free some space and run the same command to resume"
-    return WriteError(f"{place}{error.strerror}; {advice}").with_traceback(error.__traceback__)
 
 
 def report(error: BaseException) -> None:

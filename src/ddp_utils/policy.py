@@ -110,8 +110,10 @@ class Policy:
         self, scorer: ScorerModule, world: World, strategy: Strategy = DDP, trained: bool = True
     ):
         check_same_precision(scorer.autocast, world)
+        self.world = world
         self.scorer: Any = scorer  # with more methods than a policy calls: see logps.Scorer
         self.loss_scale = LossScale(scorer.autocast == torch.float16)
+        self.backward_loss: Any = 0.0  # the sum of the losses that backward() got since the start
         self.ddp: DistributedDataParallel | None = None
         self.set_up(world, strategy, trained)
 
@@ -157,6 +159,7 @@ class Policy:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of one micro-batch."""
+        self.backward_loss = self.backward_loss + loss.detach()
         (loss * self.loss_scale.scale).backward()
 
     @contextlib.contextmanager
@@ -171,6 +174,7 @@ class Policy:
         del moments
         for parameter in self.trainable().values():
             parameter.grad = None
+        self.backward_loss = 0.0
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Undo the loss scale and clip (0: do not); return the norm before clipping."""

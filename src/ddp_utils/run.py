@@ -31,8 +31,10 @@ from ddp_utils import (
     Stop,
     UserError,
     checkpoints,
+    cli,
     data,
     distributed,
+    exit_code,
     metrics,
     save_seconds,
 )
@@ -177,7 +179,7 @@ class Run:
         self.folder, self.steps = checkpoints.target_of(spec.folder), spec.steps
         self.checkpoints = self.folder / "checkpoints"
         self.results: dict[str, Any] = {}  # split -> the numbers of its last evaluation
-        self.warnings: list[str] = []  # printed by this start of the run, or by earlier ones
+        self.warnings = [*cli.noted]  # printed by this start of the run, or by earlier ones
         self.validated = -1  # steps before the last validation
         self.best_validation: Values = {}  # with save_best
         self.training: Any = None  # policy, optimizer and schedule, once they exist
@@ -238,7 +240,7 @@ class Run:
                 raise
 
     def _close(self, error: BaseException | None) -> None:
-        code = distributed.exit_code(error)
+        code = exit_code(error)
         self.bar.close()
         problem = metrics.worse(self.results.get("before", {}), self.results.get("val", {}))
         if problem and error is None:  # printed with the results

@@ -24,6 +24,7 @@ from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 from ddp_utils.terminal import Phase
 from lm.fast import shared_prefix
+from lm.token_rows import Fields
 
 # number of tokens whose logits exist at the same time: with fewer, matrix products get slow
 CHUNK = {"cpu": 256}
@@ -75,7 +76,7 @@ class Pair(NamedTuple):
     location: str  # file:line
     text: str  # the prompt as it is in the data file, without the chat template
     expected: str = ""  # the chosen response as it is in the data file
-    extra: dict[str, Any] = {}  # the fields that --extra_fields names, for a loss of one's own
+    extra: Fields = Fields()  # the fields that --extra_fields names, for a loss of one's own
 
     @property
     def responses(self) -> list[list[int]]:

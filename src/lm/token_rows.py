@@ -33,6 +33,13 @@ COLUMNS = ("first", "second", "third", "texts", "prompt", "num_tokens", "largest
 ROW = np.dtype([(name, np.int64) for name in COLUMNS])
 
 
+class Fields(dict[str, Any]):
+    """The fields of a row that --extra_fields names; any other raises UserError."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(f"--extra_fields: {name}: not kept; pass --extra_fields {name}")
+
+
 class Rows:
     """Rows of token ids in a file that all processes map into memory.
 
@@ -67,7 +74,7 @@ class Rows:
         bounds = before["third"], entry["first"], entry["second"], entry["third"]
         lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
         texts = self.texts[before["texts"] : entry["texts"]].tobytes()
-        return self.kind(*lists, *json.loads(texts))
+        return self.kind(*lists, *json.loads(texts, object_hook=Fields))
 
     @property
     def prompts(self) -> np.ndarray:

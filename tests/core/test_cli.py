@@ -340,7 +340,7 @@ def warned(capsys):
 def test_a_setting_without_an_effect_beside_others_is_a_warning(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for (read, flags), names in UNUSED.items():
-        monkeypatch.setattr(cli, "_noted", set())
+        cli.noted.clear()
         read(flags.split())
         assert " ".join(warned(capsys)) == names, flags
 
@@ -348,7 +348,7 @@ def test_a_setting_without_an_effect_beside_others_is_a_warning(monkeypatch, cap
 @pytest.mark.parametrize("read", EVERY, ids=lambda read: read.__module__)
 def test_settings_of_a_data_loader_are_accepted_with_a_warning(read, tmp_path, monkeypatch, capsys):
     """In flags and YAML, once, on the first process of a node; 0 workers are what happens."""
-    monkeypatch.setattr(cli, "_noted", set())
+    cli.noted.clear()
     monkeypatch.chdir(tmp_path)
     section, indent = ("training:\n", "  ") if read is train_config.read else ("", "")
     (tmp_path / "c.yaml").write_text(f"{section}{indent}num_workers: 4\n{indent}seed: 3\n")

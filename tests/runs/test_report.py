@@ -189,9 +189,10 @@ def test_a_run_writes_it_and_a_stopped_one_says_how_to_go_on(tmp_path):
 
 
 def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsys):
-    """Of the data, of a library before and after the run begins, and of an earlier start."""
+    """Of settings, the data, a library before and after the run begins, and an earlier start."""
     folder = tmp_path / "run"
     flags = [*TINY, "--result_dir", f"{folder}", "--max_length", "12", "--num_samples", "1"]
+    flags += ["--num_workers", "4"]
     load, choose = models.load_tokenizer, sampling.choose_way
 
     def load_tokenizer(*names):
@@ -212,6 +213,7 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
     assert main_distributed.main([*flags, "--max_steps", "2"]) == 0
     warnings = json.loads((folder / "summary.json").read_text())["warnings"]
     starts = ["of an adapter", "train: 4 of 4 rows", "of replies", "of a step", "0 validation rows"]
+    starts.append("--num_workers has no effect")
     assert {*first} == {*warnings}
     assert len(warnings) == len({*warnings}) and all(w.startswith("warning: ") for w in warnings)
     for start in starts:

@@ -191,6 +191,16 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
 
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
+def test_a_gradient_of_another_loss_than_the_logged_one_is_an_error(changed):
+    """On two processes, with two micro-batches; after a trial of the largest steps."""
+    edit(changed, "loss = (per_pair * weight)", "loss = 2 * (per_pair * weight)")
+    expected = "the loss given to backward() is 2.000000 (expected 1.000000, the mean of loss_of())"
+    flags = [*TINY, *runs.words("--batch_size 2 --gradient_accumulation_steps 2")]
+    outcome = run_ranks(2, main_of, changed, COPY, [*flags, "--result_dir", "run"])
+    assert outcome.codes == [2, 2] and expected in outcome.logs[0] + outcome.logs[1], outcome.logs
+
+
+@pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_without_the_metrics_that_the_run_reads_is_one_line(changed):
     beyond, scalar = '"is_beyond": (per_pair == 0).float()', '"z": per_pair.mean()'
     edit(changed, beyond, scalar)
@@ -236,6 +246,8 @@ def test_a_weight_per_pair(changed):
     assert "content of train" in error_of(changed, *flags)
     error = error_of(changed, *flags, "--extra_fields", "importance", "--restart")
     assert "weighted.jsonl:1: importance: missing, but --extra_fields names it" in error
+    hint = "error: --extra_fields: weight: not kept; pass --extra_fields weight"
+    assert hint in error_of(changed, "--restart")
 
 
 @pytest.mark.parametrize("changed", ["Data"], indirect=True)

@@ -9,6 +9,7 @@ import importlib
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +24,20 @@ from conftest import ROOT
 from ddp_utils import cli
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "results/README.md"]
-# what a reader has and this machine has not
+# what a reader has in the clone and this machine has not: path -> a file or folder
 MINE = {
     "mine.jsonl": runs.PAIRS,
-    "mine.json": str(ROOT / "data/input/test_data_real.json"),
+    "mine.json": "data/input/test_data_real.json",
+    "structures": "data/input/structures",
     "Qwen/Qwen3-0.6B": "data/demo/model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "data/demo/model",
     "data/smollm2": "data/demo/model",
     "data/manners.json": runs.PAIRS,
     "data/instructions.json": "data/demo/instructions.jsonl",
-    "results/short/model": str(ROOT / "tests/golden/demo_adapter"),
-    "data/pirate.txt": str(ROOT / "data/demo/x0.txt"),
-    "x0.txt": str(ROOT / "data/demo/x0.txt"),
-    "questions.jsonl": str(ROOT / "data/demo/questions_train.jsonl"),
+    "results/short/model": "tests/golden/demo_adapter",
+    "data/pirate.txt": "data/demo/x0.txt",
+    "x0.txt": "data/demo/x0.txt",
+    "questions.jsonl": "data/demo/questions_train.jsonl",
 }
 TEXTS = {".py", ".sh", ".toml", ".in", ".j2", ".yaml"}  # in folders with code
 SCRIPTS = ["src/main_distributed.py", "src/train.py", "src/generate_data.py", "src/ad/train.py"]
@@ -101,30 +103,44 @@ def program_of(line):
     return words[place], words[place + 1 :]
 
 
+@pytest.fixture
+def clone(tmp_path):
+    """The folder in which a reader types: what is in a clone, and MINE."""
+    paths = [path.relative_to(ROOT) for path in [*ROOT.glob("*"), *ROOT.glob("data/*")]]
+    there = {str(path): path for path in paths if path.name not in ("data", "results")}
+    for name, target in {**there, **MINE}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.startswith("results/"):  # there, links are errors
+            shutil.copytree(ROOT / target, tmp_path / name)
+        else:
+            (tmp_path / name).symlink_to(ROOT / target)
+    (tmp_path / "mine.csv").write_text(
+        "pdb,chain,mutation,ddG\ndata/input/structures/bundle_00.pdb,A,R2A,1.5\n"
+    )
+    return tmp_path
+
+
 @pytest.mark.parametrize(("page", "line"), [*commands()])
-def test_a_command_works_as_it_is_written(page, line, tmp_path):
+def test_a_command_works_as_it_is_written(page, line, clone):
+    """In the top folder of the project, which every page means."""
     for beginning, where in ELSEWHERE.items():
         if line.startswith(beginning) or "src/train_loop.py" in line:
             assert where is None or (ROOT / where).exists()
             flags = re.search(r"(src/(?:train_loop|ad/evaluate).py|-m (?:dpo_inv|lm)\S+)(.*)", line)
             if flags:  # it reads its flags and ends, for what it evaluates is not there
-                start = flags[1].split() if flags[1][0] == "-" else [ROOT / flags[1]]
                 env = {cli.ONLY_FLAGS: "1"}
-                done = programs.start(*start, *shlex.split(flags[2]), cwd=tmp_path, env=env)
+                words = [*flags[1].split(), *shlex.split(flags[2])]
+                done = programs.start(*words, cwd=clone, env=env)
                 # dpo_inv.evaluate reads its flags and its files together
                 assert done.returncode == 0 or "no such file" in done.stderr, done.stderr
             return
     program = program_of(line)
     if program:
         name, words = program
-        (tmp_path / "mine.csv").write_text(
-            f"pdb,chain,mutation,ddG\n{ROOT}/data/input/structures/bundle_00.pdb,A,R2A,1.5\n"
-        )
         if {"mine.json", "mine.csv"} & {*words}:  # the official weights are on a server
-            words = [*words, "--base_model_name", str(ROOT / "data/demo/protein_model.pt")]
-        words = [MINE.get(word, word) for word in words]
-        start = [ROOT / name] if "/" in name else ["-m", name]
-        done = programs.start(*start, *words, "--check", cwd=tmp_path)
+            words = [*words, "--base_model_name", "data/demo/protein_model.pt"]
+        start = [name] if "/" in name else ["-m", name]
+        done = programs.start(*start, *words, "--check", cwd=clone)
         assert done.returncode == 0, done.stderr
 
 

@@ -76,7 +76,6 @@ class ZeroPolicy(Policy):
         return stage(strategy.options) == 3
 
     def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
-        self.world = world
         self.loss_scale = LossScale(enabled=False)  # DeepSpeed has its own
         self.is_stage_3 = self.shards_weights(strategy)
         if self.scorer.autocast is None:  # in half precision DeepSpeed keeps fp32 copies itself
@@ -118,6 +117,7 @@ class ZeroPolicy(Policy):
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
+        self.backward_loss = self.backward_loss + self.loss_weight * loss.detach()
         self.engine.backward(loss * self.loss_weight, scale_wrt_gas=False)
 
     @contextlib.contextmanager

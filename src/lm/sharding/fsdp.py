@@ -150,7 +150,6 @@ class FsdpPolicy(Policy):
     is_sharded = True
 
     def set_up(self, world: World, strategy: Strategy, trained: bool) -> None:
-        self.world = world
         if world.device.type == "cpu":
             return_freed_memory()
         shard(self.scorer, strategy.options, world, DTYPES[strategy.grad_reduce_dtype])
