@@ -24,9 +24,11 @@ from ddp_utils import (
     UserError,
     check_clone,
     data,
+    exit_code,
     exit_with,
     is_first_of_node,
     open_standard_streams,
+    user_error,
 )
 
 # other spelling -> flag, with or without a value, in programs without a setting of the first name
@@ -72,11 +74,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except UserError as error:
-        if "--debug" in sys.argv:
-            traceback.print_exception(error)
-            sys.exit(error.exit_code)
-        exit_with(error)
+    except (UserError, OSError) as error:
+        known = user_error(error)
+        if isinstance(known, UserError) and "--debug" not in sys.argv:
+            exit_with(known)
+        traceback.print_exception(error)
+        sys.exit(exit_code(error))
 
 
 def parse(config_class: type, argv: Sequence[str] | None = None) -> Any:

@@ -74,7 +74,8 @@ class Rows:
         bounds = before["third"], entry["first"], entry["second"], entry["third"]
         lists = [self.ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
         texts = self.texts[before["texts"] : entry["texts"]].tobytes()
-        return self.kind(*lists, *json.loads(texts, object_hook=Fields))
+        others = json.loads(texts)
+        return self.kind(*lists, *(Fields(x) if isinstance(x, dict) else x for x in others))
 
     @property
     def prompts(self) -> np.ndarray:

@@ -156,7 +156,7 @@ def attention(_folder):
     from lm.fast import by_sequence, self_test
 
     scale = 10 if TINY else 1  # these rows take a CPU half a minute at full length
-    count = 1 if TINY else 4  # without instructions for bf16, a CPU needs seconds for few of them
+    count = 1 if TINY else 4  # a CPU without instructions for bf16 needs seconds per pair
     rows = {"short": draw_pairs(2 * count, 60, 20, 30) + draw_pairs(count, 9, 1, 40)}
     rows["long"] = draw_pairs(1, 1500 // scale, 300 // scale, 700 // scale)
     rows["long"] += draw_pairs(1, 90 // scale, 700 // scale, 20 // scale)

@@ -192,7 +192,7 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_gradient_of_another_loss_than_the_logged_one_is_an_error(changed):
-    """On two processes, with two micro-batches; after a trial of the largest steps."""
+    """On two processes, with two micro-batches."""
     edit(changed, "loss = (per_pair * weight)", "loss = 2 * (per_pair * weight)")
     expected = "the loss given to backward() is 2.000000 (expected 1.000000, the mean of loss_of())"
     flags = [*TINY, *runs.words("--batch_size 2 --gradient_accumulation_steps 2")]
