@@ -289,7 +289,11 @@ def fp16(folder):
 
 
 def memory(_folder):
-    """The peak of three steps above what there was before the model, and what --plan expects."""
+    """The peak of three steps above what there was before the model, and what --plan expects.
+
+    The trial of the largest step, before the first one, must come close to it. In fp32, a matrix of
+    the attention weights of the long rows would take more memory than everything else.
+    """
     import main_distributed
     from config import Config
     from ddp_utils import distributed, losses, metrics
@@ -297,10 +301,12 @@ def memory(_folder):
     from lm import logps, memory_plan, models
 
     world = distributed.World(device=DEVICE)
-    rows = draw_pairs(4, *((24, 8, 8) if TINY else (512, 256, 256)))
-    known = torch.zeros(4, 2, device=DEVICE)
+    pairs = draw_pairs(4, *((24, 8, 8) if TINY else (512, 256, 256)))
+    tall = draw_pairs(1, *((48, 16, 8) if TINY else (3000, 500, 300)))
 
-    def train(config, precision):
+    def train(config, precision, rows):
+        """Train three steps; return the peak of the trial before them, in GiB."""
+        known = torch.zeros(len(rows), 2, device=DEVICE)
         adapter = models.LoraSpec.of(config)
         model = models.load_policy(
             "", adapter, precision, DEVICE, gradient_checkpointing=config.use_gradient_checkpointing
@@ -309,23 +315,34 @@ def memory(_folder):
         scorer.set_layout(shared=True)
         policy = Policy(scorer, world)
         optimizer, schedule = make_optimizer(policy, 1e-4, 3, "constant", 0.0, 0.0)
-        for _ in range(3):
+
+        def backward():
             batch = scorer.collate(rows, DEVICE)
             policy.backward(
                 losses.pair_losses(policy, batch, known, losses.LossSpec.of(config))[0].mean()
             )
+
+        with policy.trial():
+            backward()
+        tried = metrics.peak_memory_mb(DEVICE) / 2**10
+        for _ in range(3):
+            backward()
             policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
+        return tried
 
     shapes = list(SHAPES.items())[: 1 if TINY else 2]
-    kinds = itertools.product(shapes, ("lora", "full"), (False, True))
-    for (name, sizes), kind, checkpoints in [(("warm-up", SMALL), "lora", False), *kinds]:
+    kinds = [*itertools.product(shapes, ("lora", "full"), (False, True), (True,), (pairs,))]
+    kinds += [(shapes[0], "lora", checkpoints, False, tall) for checkpoints in (False, True)]
+    warm_up = (("warm-up", SMALL), "lora", False, True, pairs)
+    for (name, sizes), kind, checkpoints, mixed, rows in [warm_up, *kinds]:
         config = Config(fine_tuning=kind, use_gradient_checkpointing=checkpoints, sft_weight=0.0)
+        config.use_mixed_precision = mixed
         precision = main_distributed.precision_of(config, DEVICE)
         settings = shape(sizes)
         forget()
         before = 0 if DRY else torch.cuda.memory_allocated() / 2**30
         with without_files(settings):
-            train(config, precision)
+            tried = train(config, precision, rows) - before
         peak = metrics.peak_memory_mb(DEVICE) / 2**10 - before
 
         def losses_of(*arguments, config=config):
@@ -334,9 +351,11 @@ def memory(_folder):
         need = memory_plan.need(config, precision, settings, rows, losses_of, DEVICE.type)
         plan = sum(memory_plan.share(need, "DDP", 1)) / 2**30
         row = {"shape": name, "trained": kind, "checkpointing": checkpoints}
-        row |= {"measured GiB": peak, "predicted GiB": plan}
+        row |= {"in": "bf16" if mixed else "fp32, long", "measured GiB": peak}
+        row |= {"trial GiB": tried, "predicted GiB": plan}
         if not DRY:  # a CPU's peak is that of the whole process
-            row |= {"ratio": plan / peak, "ok": 0.85 <= plan / peak <= 1.15}
+            row |= {"reserved GiB": torch.cuda.max_memory_reserved() / 2**30}
+            row |= {"ratio": plan / peak, "ok": 0.85 <= plan / peak <= 1.15 and tried > 0.9 * peak}
         if name != "warm-up":
             yield row
 
@@ -498,16 +517,20 @@ def sharding(folder):
     from lm.sharding.fsdp import FsdpPolicy
 
     zero = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
-    zero = {"zero_optimization": {"stage": 3, **zero}}
-    for name, content in {"fsdp": {"fsdp_offload_params": True}, "zero": zero}.items():
+    files = {"fsdp": {"fsdp_offload_params": True}, "zero2": {"zero_optimization": {"stage": 2}}}
+    files["zero3"] = {"zero_optimization": {"stage": 3}}
+    files["zero3_offload"] = {"zero_optimization": {"stage": 3, **zero}}
+    for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     fsdp = "--type full --use_fsdp"
     ways = {  # strategy -> flags, and the package that it needs
         "DDP": ("--type full", "torch"),
         "FSDP": (fsdp, "torch"),
         "FSDP, offloaded": (f"{fsdp} --fsdp_config {folder}/fsdp.json", "torch"),
-        "ZeRO-3, offloaded": (f"--type full --deepspeed {folder}/zero.json", "deepspeed"),
         "QLoRA, the demo's model": ("--type qlora", "bitsandbytes"),
+        "ZeRO-2": (f"--type full --deepspeed {folder}/zero2.json", "deepspeed"),
+        "ZeRO-3": (f"--type full --deepspeed {folder}/zero3.json", "deepspeed"),
+        "ZeRO-3, offloaded": (f"--type full --deepspeed {folder}/zero3_offload.json", "deepspeed"),
     }
     store = torch.distributed.HashStore()
     backend = "gloo" if DRY else "nccl"
@@ -589,6 +612,58 @@ def baking(folder):
     lines = script("train_loop", words, run)
     row["s a step"] = seconds(lines)
     yield row | {name: lines[-1][name] for name in ("tokens_per_second", "peak_memory_mb")}
+
+
+def commands(folder):
+    """What a newcomer types, each in a process of its own; a mistake costs one line."""
+    steps = "--max_steps 2" if TINY else "--max_steps 40"
+    run = folder / "dpo"
+    shell = {  # label -> line of the shell, exit status
+        "check_gpu.py": ("python check_gpu.py" + " --bench" * (not TINY), 0),
+        "run_distributed.sh": (f"./run_distributed.sh 1 {steps} --result_dir {run}", 0),
+        "lm.chat": (f"echo Hello | python -m lm.chat {run}", 0),
+        "run_dpo_ddp_local.sh": (
+            f"./run_dpo_ddp_local.sh 1 {steps} --output_dir {folder}/protein",
+            0,
+        ),
+        "accelerate launch": (
+            f"accelerate launch src/ad/train.py output_dir={folder}/ad total_source_timesteps=2000 "
+            f"n_stream=4 traj_file={folder}/histories.npz train_timesteps=20 summary_interval=10 "
+            "eval_copies=1 eval_episodes=2 train_n_stream=4 num_warmup_steps=2",
+            0,
+        ),
+    }
+    if not TINY:  # what only a GPU can refuse
+        start = f"python src/main_distributed.py {steps} --result_dir {folder}/two"
+        node = (
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29519 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+        )
+        shell |= {
+            "two processes, one GPU": (f"./run_distributed.sh 2 --result_dir {folder}/two", 2),
+            "two ranks on one GPU": (
+                f"env RANK=1 {node} {start} & env RANK=0 {node} {start}; code=$?; wait; exit $code",
+                1,
+            ),
+            "a full GPU": (start, 1),
+        }
+    places = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    env = os.environ | {"PATH": ":".join(places)}
+    for name, (line, status) in shell.items():
+        full = None
+        if name == "a full GPU":  # all but what the context of another process takes
+            left = torch.cuda.mem_get_info()[0] - 700 * 2**20
+            full = torch.empty(left, dtype=torch.uint8, device=DEVICE)
+        start = time.perf_counter()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, **pipes)
+        print(f"--- {line}\n{done.stdout}")
+        lines = [text for text in done.stdout.splitlines() if text.strip()]
+        row = {"command": name, "s": time.perf_counter() - start, "exit status": done.returncode}
+        errors = [text for text in lines if "error: " in text]
+        row["line"] = (errors or lines or [""])[-1].replace(f"{folder}/", "")[-300:]
+        is_plain = "Traceback" not in done.stdout
+        yield row | {"ok": done.returncode == status and is_plain}
+        del full
 
 
 # --- this process --------------------------------------------------------------------------------

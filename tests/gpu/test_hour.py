@@ -20,7 +20,7 @@ from ranks import ranks
 NEEDS_CUDA = {"fp16"}
 NEEDS_TRL = {f"speed:{case}:{kind}" for case in ("long", "hh") for kind in ("trl", "trl defaults")}
 PIECES = {"demo", "attention", "resume", "memory", "speed:long:ours", "speed:hh:ours", "kernels"}
-PIECES |= {"generation", "sharding", "protein", "distillation", "baking"}
+PIECES |= {"commands", "generation", "sharding", "protein", "distillation", "baking"}
 
 
 GROUP = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -298,8 +298,8 @@ def test_a_row_out_of_bounds_is_visible_among_the_largest_differences():
 # --- on a pretended GPU ---------------------------------------------------------------------------
 
 
-ROWS = {"demo": 4, "attention": 20, "resume": 2, "fp16": 3, "memory": 4, "kernels": 1}
-ROWS |= {"generation": 2, "sharding": 5, "protein": 2, "distillation": 1, "baking": 1}
+ROWS = {"demo": 4, "attention": 20, "resume": 2, "fp16": 3, "memory": 6, "kernels": 1}
+ROWS |= {"generation": 2, "sharding": 7, "commands": 5, "protein": 2, "distillation": 1, "baking": 1}
 ROWS |= dict.fromkeys(["speed:long:ours", "speed:hh:ours", *sorted(NEEDS_TRL)], 1)
 FAST = {"attention", "generation"}  # and their code is not that of the rehearsal on a CPU
 MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.show) for name in ROWS]
