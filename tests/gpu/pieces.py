@@ -642,7 +642,7 @@ def commands(folder):
             "two processes, one GPU": (f"./run_distributed.sh 2 --result_dir {folder}/two", 2),
             "two ranks on one GPU": (
                 f"env RANK=1 {node} {start} & env RANK=0 {node} {start}; code=$?; wait; exit $code",
-                1,
+                2,
             ),
             "a full GPU": (start, 1),
         }

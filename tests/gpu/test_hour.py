@@ -26,9 +26,10 @@ PIECES |= {"commands", "generation", "sharding", "protein", "distillation", "bak
 GROUP = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
-# the order of worth; nine minutes are for the first seven
+# the order of worth; nine minutes are for the first five
 WORTH = ["attention", "speed:long:ours", "speed:long:trl", "kernels", "sharding", "memory", "demo"]
-WORTH += ["resume", "fp16", "generation", "speed:hh:ours", "protein", "distillation", "baking"]
+WORTH += ["resume", "fp16", "generation", "speed:hh:ours", "commands", "protein", "distillation"]
+WORTH += ["baking"]
 MACHINE = {"device": "CPU", "driver": None, "versions": {}, "commit": "1", "date": "today"}
 OK = {"status": "ok", "reason": "", "seconds": 1, "rows": [], "machine": MACHINE}
 
@@ -88,20 +89,20 @@ def test_the_pieces_are_run_in_the_order_of_their_worth(call):
     assert begun.keys() == PIECES | NEEDS_CUDA | NEEDS_TRL
 
 
-def test_nine_minutes_are_enough_for_the_first_seven_pieces(call):
+def test_nine_minutes_are_enough_for_the_first_five_pieces(call):
     begun, lines = call("--minutes", "9", pace=1.05)
-    assert [*begun] == WORTH[:7]
-    assert any(line.startswith("fp16: not begun: it takes about 30 s, and") for line in lines)
+    assert [*begun][:5] == WORTH[:5]
+    assert any(line.startswith("memory: not begun: it takes about 85 s, and") for line in lines)
 
 
-def test_forty_minutes_are_enough_for_all_pieces(call):
+def test_fifty_minutes_are_enough_for_all_pieces(call):
     begun, _ = call(pace=1.9)  # each is ended after twice as long
     assert len(begun) == len(hour.PIECES)
 
 
 def test_no_piece_runs_longer_than_the_time_that_is_left(call):
     begun, _ = call("--minutes", "2")
-    assert begun == {"attention": 120, "sharding": 60}
+    assert begun == {"attention": 120, "demo": 60, "protein": 24}
 
 
 def test_trl_is_measured_only_after_ours(call):
@@ -132,12 +133,13 @@ def test_a_piece_whose_package_is_absent_is_skipped_with_its_name(call, tmp_path
     assert "protein: skipped: needs gemmi" in lines
     assert "sharding: skipped: needs ruamel.yaml" in lines
     assert "speed:long:trl: skipped: needs trl" in lines
-    assert begun.keys() == PIECES - {"protein", "sharding", "distillation"}
+    assert begun.keys() == PIECES - {"protein", "sharding", "commands", "distillation"}
     assert "| protein | DPO of ProteinMPNN | skipped: needs gemmi |" in hour.page(
         hour.read(tmp_path)
     )
     begun, _ = call()  # with the packages, these are done
-    assert begun.keys() == {"protein", "sharding", "distillation"} | NEEDS_CUDA | NEEDS_TRL
+    later = {"protein", "sharding", "commands", "distillation"}
+    assert begun.keys() == later | NEEDS_CUDA | NEEDS_TRL
 
 
 def test_wheels_that_are_absent_or_wrong_cost_one_line(call, tmp_path, capfd):
@@ -236,7 +238,7 @@ def test_the_list_is_sound(tmp_path, monkeypatch):
     assert {row["head size"] for row in rows["attention"]} == {64, 128, 256, 512}
     calls = {row["kernel"]: row["calls a step"] for row in rows["kernels"][1:]}
     assert calls["_Linear"] == 2 * 7  # LoRA on seven matrices of two layers
-    assert [row.get("gap to DDP") for row in rows["sharding"]] == [0, 0, 0, None, None]
+    assert [row.get("gap to DDP") for row in rows["sharding"]] == [0, 0, 0, None, None, None, None]
 
 
 def test_what_hangs_or_dies_costs_only_itself(tmp_path, monkeypatch):
@@ -299,7 +301,8 @@ def test_a_row_out_of_bounds_is_visible_among_the_largest_differences():
 
 
 ROWS = {"demo": 4, "attention": 20, "resume": 2, "fp16": 3, "memory": 6, "kernels": 1}
-ROWS |= {"generation": 2, "sharding": 7, "commands": 5, "protein": 2, "distillation": 1, "baking": 1}
+ROWS |= {"generation": 2, "sharding": 7, "commands": 5, "protein": 2, "distillation": 1}
+ROWS |= {"baking": 1}
 ROWS |= dict.fromkeys(["speed:long:ours", "speed:hh:ours", *sorted(NEEDS_TRL)], 1)
 FAST = {"attention", "generation"}  # and their code is not that of the rehearsal on a CPU
 MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.show) for name in ROWS]
