@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,6 +13,8 @@ from typing import NoReturn
 LOCAL_RANKS = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"]
 LOCAL_RANKS += ["PALS_LOCAL_RANKID"]
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+# of CUDA; of cuBLAS and cuDNN, on whose handles torch raises a plain RuntimeError; of XPU
+MEMORY_ERROR = re.compile("out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
 
 
 class UserError(Exception):
@@ -100,12 +103,26 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def user_error(error: BaseException) -> BaseException:
-    """Return a WriteError for an OSError of a full or read-only disk, any other error as it is."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+    """Return a UserError for a full disk or device; any other error as it is."""
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        place = f"{error.filename}: " if error.filename else ""
+        advice = "free some space and run the same command to resume"
+        known: UserError = WriteError(f"{place}{error.strerror}; {advice}")
+    elif reason := out_of_memory(error):
+        advice = "see in nvidia-smi or xpu-smi whether another program uses it; otherwise use a "
+        advice += "smaller batch size or max_length, gradient checkpointing, or more GPUs"
+        known = UserError(f"{reason}; {advice}; --debug shows where it happened")
+    else:
         return error
-    place = f"{error.filename}: " if error.filename else ""
-    advice = "free some space and run the same command to resume"
-    return WriteError(f"{place}{error.strerror}; {advice}").with_traceback(error.__traceback__)
+    return known.with_traceback(error.__traceback__)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return the first sentences of a GPU's error that it is out of memory, "" for other errors."""
+    line = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, RuntimeError) or not MEMORY_ERROR.search(line):
+        return ""
+    return re.split(r"\.? (?:Process|Including|Of the) ", line)[0].rstrip(".")
 
 
 def open_standard_streams() -> None:

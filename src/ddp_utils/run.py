@@ -36,6 +36,7 @@ from ddp_utils import (
     distributed,
     exit_code,
     metrics,
+    out_of_memory,
     save_seconds,
 )
 from ddp_utils.checkpoints import RunSpec
@@ -516,10 +517,13 @@ class Run:
             try:
                 with policy.trial():
                     step(number, rows)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                reason = out_of_memory(error)
+                if not reason:
+                    raise
                 fix = "use a smaller max_length or batch size, gradient checkpointing, or more GPUs"
                 problem = f"the memory of rank {self.world.rank} does not suffice for {size}"
-                raise UserError(f"{problem} ({str(error).splitlines()[0]}); {fix}") from error
+                raise UserError(f"{problem} ({reason}); {fix}") from error
             self.peak_memory_mb = round(metrics.peak_memory_mb(device), 1)
             self.say(row("memory", f"peak of {self.peak_memory_mb:,.0f} MiB in {size}"))
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ddp_utils import UserError, data, is_first_of_node
+from ddp_utils import UserError, data, is_first_of_node, out_of_memory
 
 Name = str | Path  # of a model: a folder, or a name on the hub
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
@@ -250,9 +250,9 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except FAULTS as error:
+        if out_of_memory(error):
+            raise
         from ddp_utils import data_sets  # it is not needed for folders
 
         of_hub = data_sets.explain(place.rpartition(" ")[2], error)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from ddp_utils import UserError, distributed
+from ddp_utils import UserError, distributed, out_of_memory
 from ddp_utils.distributed import World, to_device
 from ddp_utils.run import Parts, in_parts
 from ddp_utils.sampler import MicroBatch, assign_micro_batches, seed_of
@@ -285,9 +285,9 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
         scorer.way = way
         try:
             problem = _difference(scorer, tried, spec, world)
-        except torch.OutOfMemoryError:  # no other way needs less
-            raise
         except UNSUPPORTED as error:
+            if out_of_memory(error):  # no other way needs less
+                raise
             problem = models.one_line(error)
         vote = torch.tensor(float(problem != ""), device=world.device)
         if not distributed.all_sum(vote, world).item():

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp_utils import UserError, distributed
+from ddp_utils import UserError, distributed, user_error
 from ddp_utils.distributed import World
 from ddp_utils.policy import check_same_precision
 from ranks import run_ranks
@@ -295,3 +295,27 @@ def test_a_run_stops_so_early_that_it_can_save_before_its_job_ends(text, age, sa
     monkeypatch.setattr(distributed, "_started", 500.0 - age)
     with mock.patch.dict(os.environ, env_of(text), clear=True):
         assert distributed.stop_requested(last_save=save) == ENDINGS[text, age, save]
+
+
+ASK = "; see in nvidia-smi or xpu-smi whether another program uses it; otherwise use a smaller "
+ASK += "batch size or max_length, gradient checkpointing, or more GPUs; --debug shows where it "
+FULL = {  # as torch 2.11 and 2.13 write them -> the sentences that are printed
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB of "
+    "which 1.02 GiB is free. Process 7 has 78.15 GiB memory in use. Of the allocated memory 77.00 "
+    "GiB is allocated by PyTorch": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
+    "total capacity of 79.18 GiB of which 1.02 GiB is free",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "CUDA error: "
+    "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously": "CUDA error: out of "
+    "memory",
+    "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)": "level_zero "
+    "backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+}
+
+
+@pytest.mark.parametrize("text", FULL)
+def test_a_device_without_memory_costs_one_line(text):
+    known = user_error(RuntimeError(text))
+    assert isinstance(known, UserError) and str(known) == f"{FULL[text]}{ASK}happened"
+    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert user_error(other) is other

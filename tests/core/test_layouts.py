@@ -21,7 +21,7 @@ from conftest import need
 from ddp_utils import UserError, distributed
 from lm import logps, models, sampling
 from lm.chat_template import Encoder
-from lm.fast import by_sequence, self_test, shared_prefix
+from lm.fast import by_sequence, memory_efficient, self_test, shared_prefix
 
 PLAIN = SIZES | PAD | dict(max_position_embeddings=64)
 WIDE = PLAIN | dict(intermediate_size=64, num_key_value_heads=2)
@@ -277,16 +277,28 @@ def test_the_self_test_detects_a_fault_in_attention_or_positions(name, monkeypat
         assert re.search(SEEN, line), (function, factor)
 
 
-def test_out_of_memory_is_no_reason_for_a_layout_or_a_cache_that_needs_more(monkeypatch):
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_out_of_memory_is_no_reason_for_a_layout_or_a_cache_that_needs_more(error, monkeypatch):
     """It is a RuntimeError, as what a model does not support is."""
-    scorer = logps.Scorer(build(MODELS["llama"][0]))
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    model = build(MODELS["llama"][0])
+    scorer = logps.Scorer(model)
+    full = mock.Mock(side_effect=error)
     monkeypatch.setattr(self_test, "_find_difference", full)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match=re.escape(str(error))):
         self_test.check_layout(scorer, PAIRS, torch.device("cpu"))
     monkeypatch.setattr(sampling, "_difference", full)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match=re.escape(str(error))):
         sampling.choose_way(scorer, [[5, 6]], 4, distributed.World())
+    norm = next(module for name, module in model.named_modules() if name.endswith("norm"))
+    monkeypatch.setattr(type(norm.requires_grad_(False)), "forward", full)
+    with pytest.raises(RuntimeError, match=re.escape(str(error))):
+        memory_efficient.apply(model)
 
 
 def gradients(scorer, shared):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ddp_utils import out_of_memory
+
 aten = torch.ops.aten
 
 
@@ -201,7 +203,9 @@ def _agree(module: nn.Module, new_class: type[nn.Module]) -> bool:
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             try:
                 y = trial.forward(x)
-            except (TypeError, RuntimeError):  # its forward has other arguments
+            except (TypeError, RuntimeError) as error:  # its forward has other arguments
+                if out_of_memory(error):
+                    raise
                 return False
             outcomes.append([y, *torch.autograd.grad(y, inputs, y.detach())])
     bound = 1e-5 if x.dtype.itemsize > 2 else 2e-2

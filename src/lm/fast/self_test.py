@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ddp_utils import UserError, distributed
+from ddp_utils import UserError, distributed, out_of_memory
 from ddp_utils.distributed import World
 from lm import logps, model_files
 from lm.logps import Pair, Scorer
@@ -103,9 +103,9 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
     try:
         layouts = [lambda: in_layout(False), lambda: in_layout(True)]
         reason = _find_difference(scorer, pairs, device, layouts)
-    except torch.OutOfMemoryError:  # no other layout needs less
-        raise
     except UNSUPPORTED as error:
+        if out_of_memory(error):  # no other layout needs less
+            raise
         reason = one_line(error)
     scorer.set_layout(shared=reason is None)
     if reason is None:

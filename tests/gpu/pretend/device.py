@@ -55,12 +55,16 @@ class Record:
         return result
 
 
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
+
+
 class Memory:
     """Bytes of all tensors on the devices, in blocks of 512; what kernels need is left out."""
 
     def __init__(self):
         self.now = self.peak = 0
         self.limit = math.inf
+        self.has_blas = False
         self.holders = {}  # address -> tensors
         self.held = {}  # id -> Held, which would otherwise be forgotten
         self.lock = threading.RLock()
@@ -81,6 +85,12 @@ class Memory:
         if self.now > self.limit:
             size = f"{held.size / 2**20:.2f} MiB"
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}.\nSee also")
+
+    def use_blas(self):
+        """Make cuBLAS's handle before the first product; its memory is not torch's."""
+        if not self.has_blas and self.now + 8 * 2**20 > self.limit:
+            raise RuntimeError(f"{CUBLAS} when calling `cublasCreate(handle)`")
+        self.has_blas = True
 
     def release(self, held):
         with self.lock:
@@ -350,6 +360,8 @@ def dispatch(function, args, kwargs):
         return record.done(function, args, kwargs, out)
     tensors = tensors_of([*args, *kwargs.values()] if kwargs else args)
     check(function, name, args, kwargs, tensors)
+    if record.memory and name in PRODUCTS:
+        record.memory.use_blas()
     options = {name: unwrap(value) for name, value in kwargs.items()}
     target = kwargs.get("device")
     if target is not None:

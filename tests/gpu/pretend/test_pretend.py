@@ -399,12 +399,40 @@ def out_of_memory(folder):
     return "", steps
 
 
+def full(flags, folder):
+    """A DPO run on a GPU that others have filled -> the error that is printed."""
+    import main_distributed
+    import runs
+    from ddp_utils import user_error
+
+    pretend.record.memory.limit = 7 * 2**20  # the demo's model has 4
+    runs.hurry()
+    try:
+        main_distributed.main([*rehearse.words("dpo lora", "fp32", folder, folder), *flags])
+    except RuntimeError as error:
+        return str(user_error(error))
+    return ""
+
+
+FULL = [  # layout -> the first failure: the products of a self-test, those of a step
+    "auto",
+    "separate",
+]
+
+
+@pytest.mark.parametrize("layout", FULL)
+def test_a_full_gpu_costs_one_line(layout, tmp_path):
+    line = on_gpu(full, ["--layout", layout], tmp_path / "run")
+    start = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`; see in nvi"
+    assert line.startswith(start) and line.endswith("; --debug shows where it happened"), line
+
+
 def test_a_step_without_enough_memory_is_an_error_before_anything_is_scored(tmp_path):
     line, steps = on_gpu(out_of_memory, tmp_path / "run")
     assert steps == [8]
     assert re.fullmatch(
         r"the memory of rank 0 does not suffice for step \d, 8 rows with \d+ tokens "
-        r"\(CUDA out of memory\. Tried to allocate [\d.]+ MiB\.\); "
+        r"\(CUDA out of memory\. Tried to allocate [\d.]+ MiB\); "
         "use a smaller max_length or batch size, gradient checkpointing, or more GPUs",
         line,
     )
