@@ -302,6 +302,7 @@ def memory(_folder):
     from ddp_utils.policy import Policy, make_optimizer
     from lm import logps, memory_plan, models
 
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as in the scripts
     world = distributed.World(device=DEVICE)
     pairs = draw_pairs(4, *((24, 8, 8) if TINY else (512, 256, 256)))
     tall = draw_pairs(1, *((48, 16, 8) if TINY else (3000, 500, 300)))
@@ -401,9 +402,10 @@ def speed(_folder, case, kind):
         ours = entry["rows"][0]
         gap = widest(row["losses"], ours["losses"])
         row |= {"time, TRL / ours": step / ours["s a step"], "largest gap": gap}
-        # 3.8e-3 after 36 layers of width 256 and responses of 64 tokens, and rounding errors of 256
-        # tokens add up to twice as much; four times that
-        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 3e-2}
+        # Both round to bf16, at other places. A token's log-prob is then off by 0.004 nats after 36
+        # layers of width 256 and by 0.0064 with 512, so by about 0.03 with 4096; the loss of four
+        # pairs with 256 tokens per response by as much. Four times that.
+        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 0.12}
     yield row
 
 
