@@ -27,7 +27,8 @@ from ddp_utils.policy import Precision
 from lm import logps, model_files, models
 from lm.fast import memory_efficient, self_test
 from lm.meter import PEAKS
-from lm.sharding import fsdp
+from lm.sharding.fsdp import Settings
+from lm.sharding.fsdp_policy import layers_of
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -158,7 +159,7 @@ def sizes_of(scorer: logps.Scorer, model_config: Any) -> dict[str, float]:
 
     "active" is the number of weights that compute for a token.
     """
-    layers = [list(x.parameters()) for x in fsdp.layers_of(scorer.unwrap(), fsdp.Settings())]
+    layers = [list(x.parameters()) for x in layers_of(scorer.unwrap(), Settings())]
     inside = set().union(*layers)
     everything = list(scorer.parameters())
     root = [p for p in everything if p not in inside]

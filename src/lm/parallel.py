@@ -39,9 +39,9 @@ def choose(
 def check(strategy: Strategy, model: Any) -> None:
     """Raise UserError if a model, on the meta device, cannot be distributed like this."""
     if strategy.kind == "fsdp":
-        from lm.sharding import fsdp
+        from lm.sharding.fsdp_policy import layers_of
 
-        fsdp.layers_of(model, strategy.options)
+        layers_of(model, strategy.options)
 
 
 def complete(
@@ -102,7 +102,7 @@ def wrap(
         if trained or ZeroPolicy.shards_weights(strategy):
             return ZeroPolicy(scorer, world, strategy, trained)
     if strategy.kind == "fsdp" and world.world_size > 1:
-        from lm.sharding.fsdp import FsdpPolicy
+        from lm.sharding.fsdp_policy import FsdpPolicy
 
         return FsdpPolicy(scorer, world, strategy, trained)
     return Policy(scorer, world, strategy, trained)

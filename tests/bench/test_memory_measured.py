@@ -26,7 +26,7 @@ from ddp_utils import distributed, losses
 from ddp_utils.policy import make_optimizer
 from lm import logps, memory_plan, models, parallel
 from lm.logps import Pair
-from lm.sharding import fsdp
+from lm.sharding import fsdp, fsdp_policy
 from train_config import Config
 
 WITHIN = 0.15
@@ -99,7 +99,7 @@ def measure(number, folder):
     """Print the peak memory of a rank of this case."""
     case = CASES[number]
     torch.set_num_threads(1)
-    fsdp.return_freed_memory = lambda: None  # its threshold is higher than that of TIDY
+    fsdp_policy.return_freed_memory = lambda: None  # its threshold is higher than that of TIDY
     world = distributed.init_process_group(distributed.whoami(), timeout_minutes=5)
     train(case, config_of(case, folder / "tiny"), rows_of(case, 512), world)
     gc.collect()

@@ -403,9 +403,9 @@ def speed(_folder, case, kind):
         gap = widest(row["losses"], ours["losses"])
         row |= {"time, TRL / ours": step / ours["s a step"], "largest gap": gap}
         # Both round to bf16, at other places. A token's log-prob is then off by 0.004 nats after 36
-        # layers of width 256 and by 0.0064 with 512, so by about 0.03 with 4096; the loss of four
-        # pairs with 256 tokens per response by as much. Four times that.
-        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 0.12}
+        # layers of width 256, by 0.006 with 512 and by 0.013 with 1024, so by about 0.04 with 4096;
+        # the loss of four pairs with 256 tokens per response by as much. Four times that.
+        row |= {"memory, TRL / ours": row["peak GiB"] / ours["peak GiB"], "ok": gap <= 0.16}
     yield row
 
 
@@ -518,7 +518,7 @@ def sharding(folder):
     import train
     from ddp_utils.run import Run
     from lm import models, parallel
-    from lm.sharding.fsdp import FsdpPolicy
+    from lm.sharding.fsdp_policy import FsdpPolicy
 
     zero = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
     files = {"fsdp": {"fsdp_offload_params": True}, "zero2": {"zero_optimization": {"stage": 2}}}

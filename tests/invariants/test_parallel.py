@@ -15,7 +15,7 @@ from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate,
 from lm import logps, models
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
-from lm.sharding import fsdp
+from lm.sharding import fsdp, fsdp_policy
 from ranks import ranks
 
 
@@ -155,8 +155,8 @@ def kept_by_fsdp():
         scorer, dtypes = logps.Scorer(model, torch.bfloat16), []
         layer = model.model.layers[0].mlp.up_proj
         layer.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))  # noqa: B023
-        fsdp.shard(scorer, settings, world._replace(local_size=1 if is_hybrid else 2))
-        fraction = fsdp.local(layer.weight).numel() / layer.weight.numel()
+        fsdp_policy.shard(scorer, settings, world._replace(local_size=1 if is_hybrid else 2))
+        fraction = fsdp_policy.local(layer.weight).numel() / layer.weight.numel()
         with torch.no_grad():
             scorer(scorer.example(world.device))
         assert dtypes[0] == torch.bfloat16

@@ -111,16 +111,28 @@ def test_every_command_of_the_guide_writes_its_file():
         assert "000000.0" not in text and "e+" not in text  # 5e8 as an integer
 
 
-def test_it_does_not_import_torch():
-    """That would take seconds; its errors have the same form and status without it."""
-    program = str(ROOT / "scripts/distributed_setup.py")
-    command = [sys.executable, "-X", "importtime", program, "slrm"]
-    done = subprocess.run(command, capture_output=True, text=True)
+SETTINGS = {  # programs that only read settings -> their error
+    "scripts/distributed_setup.py slrm": "COMMAND: 'slrm' is unknown",
+    "src/train.py --use_fsdp --fsdp_config {}/fsdp.json": "{}/fsdp.json:1: fsdp_shard is not a",
+    "src/main_distributed.py --strategy deepspeed --sharding_config {}/ds.json": "{}/ds.json:1: ",
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings_are_read_without_torch(words, tmp_path):
+    """It takes seconds to import; errors have the same form and status without it."""
+    (tmp_path / "fsdp.json").write_text('{"fsdp_shard": true}')
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 4}}')
+    program, *flags = words.format(tmp_path).split()
+    command = [sys.executable, "-X", "importtime", str(ROOT / program), *flags]
+    env = os.environ | {"CHECK_FLAGS_ONLY": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     lines = done.stderr.splitlines()
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time")}
     assert "ddp_utils.cli" in imported and "torch" not in imported
     (error,) = [line for line in lines if not line.startswith("import time")]
-    assert done.returncode == 2 and error.startswith("error: COMMAND: 'slrm' is unknown")
+    assert error.startswith(f"error: {SETTINGS[words].format(tmp_path)}"), error
+    assert done.returncode == 2
 
 
 def test_the_files_are_golden_and_pass_bash_and_shellcheck(here):

@@ -18,7 +18,7 @@ from ddp_utils import UserError
 from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from lm import models
-from lm.sharding import deepspeed, deepspeed_engine, fsdp
+from lm.sharding import deepspeed, deepspeed_engine, fsdp, fsdp_policy
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
@@ -130,12 +130,14 @@ def test_named_layers_are_sharded_else_the_models_own():
         (GUIDES, "Qwen3DecoderLayer"),
         (["GemmaDecoderLayer", "Qwen3MLP"], "Qwen3MLP"),
     ):
-        layers = fsdp.layers_of(qwen, fsdp.Settings(fsdp_transformer_layer_cls_to_wrap=names))
+        layers = fsdp_policy.layers_of(
+            qwen, fsdp.Settings(fsdp_transformer_layer_cls_to_wrap=names)
+        )
         assert [type(layer).__name__ for layer in layers] == [kind] * 4
     in_one_piece = read(fsdp, {"fsdp_auto_wrap_policy": "NO_WRAP", WRAP: GUIDES})
-    assert fsdp.layers_of(qwen, in_one_piece) == []
+    assert fsdp_policy.layers_of(qwen, in_one_piece) == []
     with pytest.raises(UserError, match="use the class of its layers"):  # it names no layers
-        fsdp.layers_of(torch.nn.Linear(1, 1), read(fsdp, FSDP))
+        fsdp_policy.layers_of(torch.nn.Linear(1, 1), read(fsdp, FSDP))
 
 
 @pytest.mark.parametrize(

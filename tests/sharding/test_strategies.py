@@ -21,7 +21,7 @@ import runs
 import train
 from ddp_utils import checkpoints, distributed, run
 from lm import logps, models, parallel
-from lm.sharding import fsdp
+from lm.sharding import fsdp_policy
 from ranks import ranks, run_ranks
 
 FSDP = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD"]
@@ -325,10 +325,10 @@ def fraction_of_the_model(folder, flags):
     save, fractions = models.save_policy, []
 
     def spy(policy, *arguments):
-        fsdp.reshard(policy.scorer)
+        fsdp_policy.reshard(policy.scorer)
         parameters = list(policy.scorer.model.parameters())
         total = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-        shards = [fsdp.local(getattr(p, "ds_tensor", p)) for p in parameters]
+        shards = [fsdp_policy.local(getattr(p, "ds_tensor", p)) for p in parameters]
         fractions.append(sum(shard.numel() for shard in shards) / total)
         save(policy, *arguments)
 

@@ -5,12 +5,14 @@ are checked before libraries that take seconds to import.
 """
 
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_utils import UserError
-from ddp_utils.distributed import World
 from lm.sharding import json_settings
 from lm.sharding.json_settings import Fixed, fixed
+
+if TYPE_CHECKING:
+    from ddp_utils.distributed import World
 
 BUCKETS = {  # what transformers replaces "auto" with; width: of the hidden states
     "reduce_bucket_size": lambda width: width**2,
@@ -155,7 +157,7 @@ def total_batch_size(
 
 
 def filled(
-    settings: dict[str, Any], path: str, values: dict[str, Any], world: World, width: int
+    settings: dict[str, Any], path: str, values: dict[str, Any], world: "World", width: int
 ) -> dict[str, Any]:
     """Return the settings in a file without any "auto".
 
