@@ -173,7 +173,7 @@ def evaluate(
     size = micro_batch_size(config, world)
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(pairs)), pairs, world, size)
-        for micro_batch in run.phase(f"evaluating {split}").each(micro_batches):
+        for micro_batch in run.evaluation(split, micro_batches, averages):
             examples = [pairs[row] for row in micro_batch.index]
             batch = scorer.collate(examples, world.device)
             known = ref_logps[split][to_device(micro_batch.index, world.device)]  # [B, 2]

@@ -126,7 +126,7 @@ def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, f
     size = config.micro_batch_size
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
-        for micro_batch in run.phase("evaluating val").each(micro_batches):
+        for micro_batch in run.evaluation("val", micro_batches, averages):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             per_row, metrics = loss_of(scorer, batch)
             weight = to_device(micro_batch.weight, world.device)

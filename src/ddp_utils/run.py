@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,6 +56,7 @@ LINES = 30  # steps that a run prints into a pipe by default
 PART = 2048  # rows that are scored between two times that their log-probs are stored
 STATUS = {0: "finished", 85: "preempted"}  # by exit status; any other is "failed"
 Values = dict[str, float]  # metric -> value
+T = TypeVar("T")
 Parts = Sequence[Sequence[int]]  # lists of rows of a table
 
 
@@ -543,6 +544,34 @@ class Run:
     def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""
         return Phase(title, self.bar, self.stop_if_requested, self.is_asked, parts, done)
+
+    def evaluation(
+        self, split: str, micro_batches: Sequence[T], averages: metrics.Averages
+    ) -> Iterator[T]:
+        """Yield the micro-batches of a split; the caller adds each to the averages.
+
+        If the run is stopped meanwhile, the sums of each rank are stored, and its next start
+        continues with the next micro-batch and gets the same numbers.
+        """
+        rank, path = self.world.rank, self.folder / f"parts/evaluating-{split}.safetensors"
+        facts = {"step": self.step, "count": len(micro_batches), "ranks": self.world.world_size}
+        stored = from_main(load_tables(path, facts) if self.world.is_main else {}, self.world)
+        done = 0
+        if stored:
+            averages.sums, done = stored["sums"][rank], int(stored["done"])
+        try:
+            for micro_batch in self.phase(f"evaluating {split}").each(micro_batches[done:]):
+                yield micro_batch
+                done += 1
+        except Stop:
+            if done:
+                sums = torch.zeros(self.world.world_size, *averages.sums.shape).to(averages.sums)
+                sums[rank] = averages.sums
+                tables = {"sums": distributed.all_sum(sums, self.world), "done": torch.tensor(done)}
+                distributed.on_main(self.world, lambda: save_tables(path, tables, facts))
+            raise
+        if stored and self.world.is_main:
+            path.unlink()
 
     # --- results that are computed once ----------------------------------------------------------
 

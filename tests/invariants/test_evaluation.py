@@ -1,7 +1,10 @@
 """Exact evaluation: every row once, whatever the number of ranks and the batch size."""
 
+import importlib
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +14,20 @@ import torch
 from test_logps import by_hand
 from transformers import AutoModelForCausalLM
 
+import faults
 import main_distributed
 import reading
 import runs
 import train
 from config import Config
-from ddp_utils import distributed, metrics, terminal
+from ddp_utils import distributed, metrics
+from ddp_utils import run as run_
 from ddp_utils.metrics import Averages
 from ddp_utils.policy import Policy
 from lm import logps, model_files
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
-from ranks import ranks
+from ranks import ranks, run_ranks
 
 ROWS = 7
 NAMES = ("loss", "rewards/margins", "logps/chosen", "logps/rejected", "rewards/accuracies")
@@ -49,7 +54,7 @@ def evaluations(path, reference):
     world = distributed.init_process_group(distributed.whoami())
     data, model = load(path)
     policy = Policy(logps.Scorer(model).float(), world, trained=False)
-    run = SimpleNamespace(step=1, world=world, phase=terminal.Phase)
+    run = SimpleNamespace(step=1, world=world, evaluation=lambda _, batches, __: batches)
     tables = {"test": data}, {"test": reference}
     results = []
     for batch_size in (1, 2, 3):
@@ -178,3 +183,45 @@ def test_only_the_first_rows_are_evaluated(script, tmp_path):
         assert ends == pytest.approx((loss - half, loss, loss + half), rel=1e-5)
     else:
         assert before["logps/chosen"] == pytest.approx(chosen / 3, rel=1e-5)
+
+
+def stopped(script, folder, number=0):
+    """A run of two steps that gets the signal of a time limit in an evaluation.
+
+    number: micro-batches after which it gets the signal, or 0. Prints each that is computed.
+    """
+    runs.hurry()
+    left, evaluation = [number], run_.Run.evaluation
+
+    def counted(run, *arguments):
+        for micro_batch in evaluation(run, *arguments):
+            yield micro_batch
+            print("computed")
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    run_.Run.evaluation = counted
+    how = "--max_rows 8 --max_steps 2 --log_every 1000"
+    flags = f"{how} --batch_size 2 --val_data {runs.PAIRS} --num_samples 0 --result_dir {folder}"
+    if script == "train":
+        rows = Path(runs.__file__).parents[1] / "data/demo/instructions.jsonl"
+        flags = f"{how} --micro_batch_size 1 --val_data {rows} --max_eval_rows 8 --output_dir "
+        flags += f"{folder} --report_to none --train_data {rows}"
+    return importlib.import_module(script).main(flags.split())
+
+
+@pytest.mark.parametrize("script", ["main_distributed", "train"])
+def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
+    """Of four micro-batches per rank, before training and after it; none is computed twice."""
+    [log, _] = faults.finished(run_ranks(2, stopped, script, tmp_path / "whole")).logs
+    whole = log.splitlines().count("computed")
+    computed = 0
+    for number in (1, 2, 3, 1):
+        outcome = run_ranks(2, stopped, script, tmp_path / "parts", number)
+        assert outcome.codes == [85, 85], outcome.logs
+        computed += outcome.logs[0].splitlines().count("computed")
+    [log, _] = faults.finished(run_ranks(2, stopped, script, tmp_path / "parts")).logs
+    assert computed == 7 and computed + log.splitlines().count("computed") == whole
+    assert faults.is_equal(tmp_path / "parts", tmp_path / "whole")
+    assert not [*tmp_path.rglob("evaluating-*")]
