@@ -72,11 +72,11 @@ export MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
 export CCL_PROCESS_LAUNCHER="${CCL_PROCESS_LAUNCHER:-pmix}" CCL_ATL_TRANSPORT="${CCL_ATL_TRANSPORT:-mpi}"
 export CCL_KVS_MODE="${CCL_KVS_MODE:-mpi}" FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-userfaultfd}"
 
-# five minutes before the time limit it saves and ends with 85, whatever signals PBS sends
+# before the time limit it saves and ends with 85, whatever signals PBS sends
 limit=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/.*Resource_List.walltime = //p' || true)
-if [[ "$limit" =~ ^([0-9]+):([0-9]+):[0-9]+$ ]]; then
-  minutes=$((10#${BASH_REMATCH[1]} * 60 + 10#${BASH_REMATCH[2]} - 5))
-  flags=(--stop_after_minutes $((minutes > 1 ? minutes : 1)) "${flags[@]}")
+if [[ "$limit" =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]]; then
+  hours=10#${BASH_REMATCH[1]} minutes=10#${BASH_REMATCH[2]} seconds=10#${BASH_REMATCH[3]}
+  export DDP_JOB_END=$(($(date +%s) + (hours * 60 + minutes) * 60 + seconds))
 fi
 
 exec mpiexec -n "$WORLD_SIZE" -ppn "$per_node" --hostfile "$PBS_NODEFILE" --cpu-bind "$bind" \
