@@ -75,6 +75,13 @@ def without_files(config):
         yield
 
 
+def one_process():
+    """Return the world of one process, after what the scripts set in torch, such as attention."""
+    from ddp_utils import distributed
+
+    return distributed.choose_device(distributed.World(), "gloo" if DRY else "auto")
+
+
 def draw_pairs(count, *lengths):
     from lm.logps import Pair
 
@@ -157,6 +164,7 @@ def attention(_folder):
     from lm import logps, models
     from lm.fast import by_sequence, self_test
 
+    one_process()
     scale = 10 if TINY else 1  # these rows take a CPU half a minute at full length
     count = 1 if TINY else 4  # a CPU without instructions for bf16 needs seconds per pair
     rows = {"short": draw_pairs(2 * count, 60, 20, 30) + draw_pairs(count, 9, 1, 40)}
@@ -298,12 +306,11 @@ def memory(_folder):
     """
     import main_distributed
     from config import Config
-    from ddp_utils import distributed, losses, metrics
+    from ddp_utils import losses, metrics
     from ddp_utils.policy import Policy, make_optimizer
     from lm import logps, memory_plan, models
 
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as in the scripts
-    world = distributed.World(device=DEVICE)
+    world = one_process()
     pairs = draw_pairs(4, *((24, 8, 8) if TINY else (512, 256, 256)))
     tall = draw_pairs(1, *((48, 16, 8) if TINY else (3000, 500, 300)))
 
@@ -459,7 +466,6 @@ def kernels(folder):
 
 def generation(folder):
     """Tokens per second: ours, transformers', and vLLM's where it is installed."""
-    from ddp_utils import distributed
     from lm import logps, models, sampling
 
     config = shape(SHAPES["0.6B"])
@@ -475,10 +481,10 @@ def generation(folder):
     with without_files(config):
         model = models.load("", torch.float32 if DRY else torch.bfloat16, DEVICE)
     ids = torch.tensor(prompts, device=DEVICE)
+    world = one_process()
 
     def ours(size):
         spec = sampling.SampleSpec(1.0, 1.0, size, count, 0)
-        world = distributed.World(device=DEVICE)
         sampling.generate(logps.Scorer(model), prompts, [], world, spec)
 
     def theirs(size):
