@@ -156,6 +156,12 @@ def test_check_of_the_shell_script_prints_each_line_once(tmp_path):
     assert last == f"run folder: {tmp_path / 'run'}" and not (tmp_path / "run").exists()
 
 
+def test_check_of_baking_reads_the_flags_of_the_second_program():
+    done = shell("1", "baking", "--check", "--", "--learning_rat", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --learning_rat is not a setting; did you mean")
+
+
 def test_a_closed_pipe_does_not_stop_a_run(tmp_path):
     flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'}"
     command = f"{sys.executable} src/main_distributed.py {flags} | head -1; echo ${{PIPESTATUS[0]}}"
