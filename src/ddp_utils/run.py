@@ -48,6 +48,7 @@ from ddp_utils.tools import changes
 from ddp_utils.tools.changes import SRC
 
 REFERENCE = "reference_logps.safetensors"
+EVALUATION = "parts/evaluation.safetensors"  # sums of one that was stopped
 OWN = "own/"  # what the names of Run.keep() begin with in a checkpoint
 SAVE_MINUTES = 15  # if save_every is 0, at least so long between two checkpoints of an epoch
 SAVE_FRACTION = 0.05  # of the time is spent on saving, at most, unless save_every is set
@@ -197,6 +198,7 @@ class Run:
         self.changes = ""  # of the script, to the project's
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         self.step = self.saved = self.done
+        self.interrupted: dict[str, Tensor] = {}  # of EVALUATION
 
     def _open(self) -> int:
         """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""
@@ -364,6 +366,8 @@ class Run:
     def restore(self, policy: Policy, optimizer: Any, schedule: Any) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps done."""
         self.training = (policy, optimizer, schedule)
+        stored = load_tables(self.folder / EVALUATION, {}) if self.world.is_main else {}
+        self.interrupted = from_main(stored, self.world)
         if self.done:
             manifest = self._load(self.done)
             self.validated = manifest["validated"]
@@ -553,24 +557,24 @@ class Run:
         If the run is stopped meanwhile, the sums of each rank are stored, and its next start
         continues with the next micro-batch and gets the same numbers.
         """
-        rank, path = self.world.rank, self.folder / f"parts/evaluating-{split}.safetensors"
-        facts = {"step": self.step, "count": len(micro_batches), "ranks": self.world.world_size}
-        stored = from_main(load_tables(path, facts) if self.world.is_main else {}, self.world)
-        done = 0
-        if stored:
-            averages.sums, done = stored["sums"][rank], int(stored["done"])
+        world, path, done = self.world, self.folder / EVALUATION, 0
+        place = [self.step, len(micro_batches), world.world_size]
+        stored = self.interrupted.pop(split, None)
+        if stored is not None and self.interrupted["place"].tolist() == place:
+            averages.sums, done = stored[world.rank], int(self.interrupted["done"])
         try:
             for micro_batch in self.phase(f"evaluating {split}").each(micro_batches[done:]):
                 yield micro_batch
                 done += 1
         except Stop:
             if done:
-                sums = torch.zeros(self.world.world_size, *averages.sums.shape).to(averages.sums)
-                sums[rank] = averages.sums
-                tables = {"sums": distributed.all_sum(sums, self.world), "done": torch.tensor(done)}
-                distributed.on_main(self.world, lambda: save_tables(path, tables, facts))
+                sums = averages.sums.new_zeros(world.world_size, len(averages.sums))
+                sums[world.rank] = averages.sums
+                tables = {split: distributed.all_sum(sums, world), "done": torch.tensor(done)}
+                tables["place"] = torch.tensor(place)
+                distributed.on_main(world, lambda: save_tables(path, tables, {}))
             raise
-        if stored and self.world.is_main:
+        if stored is not None and world.is_main:
             path.unlink()
 
     # --- results that are computed once ----------------------------------------------------------

@@ -224,4 +224,4 @@ def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
     [log, _] = faults.finished(run_ranks(2, stopped, script, tmp_path / "parts")).logs
     assert computed == 7 and computed + log.splitlines().count("computed") == whole
     assert faults.is_equal(tmp_path / "parts", tmp_path / "whole")
-    assert not [*tmp_path.rglob("evaluating-*")]
+    assert not [*tmp_path.rglob("evaluation.safetensors")]
