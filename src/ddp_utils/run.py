@@ -198,7 +198,7 @@ class Run:
         self.changes = ""  # of the script, to the project's
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         self.step = self.saved = self.done
-        self.interrupted: dict[str, Tensor] = {}  # of EVALUATION
+        self.interrupted: dict[str, Tensor] = {}  # the tables of EVALUATION, until they are used
 
     def _open(self) -> int:
         """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""
@@ -366,8 +366,10 @@ class Run:
     def restore(self, policy: Policy, optimizer: Any, schedule: Any) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps done."""
         self.training = (policy, optimizer, schedule)
-        stored = load_tables(self.folder / EVALUATION, {}) if self.world.is_main else {}
-        self.interrupted = from_main(stored, self.world)
+        path, world = self.folder / EVALUATION, self.world
+        self.interrupted = from_main(
+            load_tables(path, self._evaluation_facts()) if world.is_main else {}, world
+        )
         if self.done:
             manifest = self._load(self.done)
             self.validated = manifest["validated"]
@@ -555,12 +557,12 @@ class Run:
         """Yield the micro-batches of a split; the caller adds each to the averages.
 
         If the run is stopped meanwhile, the sums of each rank are stored, and its next start
-        continues with the next micro-batch and gets the same numbers.
+        continues with the next micro-batch and gets the same numbers. After a change of the code or
+        of the number of processes, it evaluates all of them again.
         """
         world, path, done = self.world, self.folder / EVALUATION, 0
-        place = [self.step, len(micro_batches), world.world_size]
-        stored = self.interrupted.pop(split, None)
-        if stored is not None and self.interrupted["place"].tolist() == place:
+        stored = self.interrupted.pop(split, None)  # [ranks, names]
+        if stored is not None:
             averages.sums, done = stored[world.rank], int(self.interrupted["done"])
         try:
             for micro_batch in self.phase(f"evaluating {split}").each(micro_batches[done:]):
@@ -571,11 +573,15 @@ class Run:
                 sums = averages.sums.new_zeros(world.world_size, len(averages.sums))
                 sums[world.rank] = averages.sums
                 tables = {split: distributed.all_sum(sums, world), "done": torch.tensor(done)}
-                tables["place"] = torch.tensor(place)
-                distributed.on_main(world, lambda: save_tables(path, tables, {}))
+                facts = self._evaluation_facts()
+                distributed.on_main(world, lambda: save_tables(path, tables, facts))
             raise
         if stored is not None and world.is_main:
-            path.unlink()
+            path.unlink(missing_ok=True)
+
+    def _evaluation_facts(self) -> dict[str, Any]:
+        """Return what the sums in EVALUATION depend on, besides settings and inputs of the run."""
+        return {"step": self.step, "ranks": self.world.world_size, "code": code_digests()}
 
     # --- results that are computed once ----------------------------------------------------------
 

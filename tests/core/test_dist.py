@@ -299,7 +299,7 @@ def test_a_run_stops_so_early_that_it_can_save_before_its_job_ends(text, age, sa
 
 ASK = "; see in nvidia-smi or xpu-smi whether another program uses it; otherwise use a smaller "
 ASK += "batch size or max_length, gradient checkpointing, or more GPUs; --debug shows where it "
-FULL = {  # as torch 2.11 and 2.13 write them -> the sentences that are printed
+FULL = {  # message, shortened -> what is printed of it; the second is that of an H100
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.18 GiB of "
     "which 1.02 GiB is free. Process 7 has 78.15 GiB memory in use. Of the allocated memory 77.00 "
     "GiB is allocated by PyTorch": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "

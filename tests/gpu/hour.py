@@ -116,7 +116,7 @@ and the CPU computes it. The checks are about devices, dtypes, autocast, reads a
 the host wait, fused AdamW, and what NCCL does not support.
 
 Of the {planned} runs {done} have been done, on one and on two GPUs; {good} ended with status 0 and
-had no problem.{bad} [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each; they may come from
+had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each; they may come from
 different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
 GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
 and 3, in fp32, bf16 and fp16 (proteins in fp32).
@@ -128,10 +128,16 @@ two reads per forward in transformers):
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|
-{exceptions}
+{exceptions}{bad}
 The pieces above end on a pretended GPU too, with small models. QLoRA and vLLM, which need packages
 for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU agree with each
 other, how they round, whether streams race, whether NCCL works, or how fast a run is.
+"""
+PROBLEMS = """
+These runs, on so many GPUs, have a problem:
+
+| problem | runs |
+|---|---|
 """
 NO_EXCEPTION = {(1, 0), (None, None)}  # reads per step, waits in micro-batches
 LENGTHS = {"long": "512, 256", "hh": "HH-RLHF", "short": "64, 512"}  # of roofline.py
@@ -213,12 +219,13 @@ def rehearsals():
         runs.setdefault(row["run"], []).append(row)
     counts = {"planned": content["planned"], "done": len(rows)}
     counts["good"] = sum(row["exit status"] == 0 and not row["problems"] for row in rows)
-    bad = {}  # problem, without its details -> runs
+    bad = {}  # first problem, without its details -> runs
     for row in rows:
         for problem in row["problems"][:1]:
-            bad.setdefault(problem.partition(":")[0].partition(" [")[0], set()).add(row["run"])
-    listed = [f"{problem} ({', '.join(sorted(names))})" for problem, names in bad.items()]
-    counts["bad"] = f" The problems of the others: {'; '.join(listed)}." if bad else ""
+            names = bad.setdefault(problem.partition(": [[")[0], {})  # in their order
+            names[f"{row['run']} ({row['ranks']}, {row['precision']})"] = True
+    listed = "".join(line(problem, "; ".join(names)) for problem, names in bad.items())
+    counts["bad"] = PROBLEMS + listed if bad else ""
     counts["gap"] = max(row["gap"] for row in rows if row["gap"] is not None)
     exceptions = {}  # reads per step, waits in micro-batches -> runs
     for name, group in runs.items():

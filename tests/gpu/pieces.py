@@ -655,7 +655,7 @@ def commands(folder):
                 f"env RANK=1 {node} {start} & env RANK=0 {node} {start}; code=$?; wait; exit $code",
                 2,
             ),
-            "a full GPU": (start, 1),
+            "a full GPU": (start, 2),
         }
     places = [str(Path(sys.executable).parent), os.environ["PATH"]]
     env = os.environ | {"PATH": ":".join(places)}

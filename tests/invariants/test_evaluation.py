@@ -185,12 +185,14 @@ def test_only_the_first_rows_are_evaluated(script, tmp_path):
         assert before["logps/chosen"] == pytest.approx(chosen / 3, rel=1e-5)
 
 
-def stopped(script, folder, number=0):
+def stopped(script, folder, number=0, has_new_code=False):
     """A run of two steps that gets the signal of a time limit in an evaluation.
 
     number: micro-batches after which it gets the signal, or 0. Prints each that is computed.
     """
     runs.hurry()
+    if has_new_code:
+        run_.code_digests = lambda: {"train.py": "another"}
     left, evaluation = [number], run_.Run.evaluation
 
     def counted(run, *arguments):
@@ -225,3 +227,10 @@ def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
     assert computed == 7 and computed + log.splitlines().count("computed") == whole
     assert faults.is_equal(tmp_path / "parts", tmp_path / "whole")
     assert not [*tmp_path.rglob("evaluation.safetensors")]
+
+
+def test_an_evaluation_of_other_code_is_repeated(tmp_path):
+    """Its metrics may be others, so that their sums do not fit."""
+    assert run_ranks(2, stopped, "main_distributed", tmp_path, 3).codes == [85, 85]
+    [log, _] = faults.finished(run_ranks(2, stopped, "main_distributed", tmp_path, 0, True)).logs
+    assert log.splitlines().count("computed") == 8
