@@ -119,6 +119,7 @@ def _rank(log, env, sender, fn, args):
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update(env)
+    distributed._started = time.monotonic()  # the fork server may be older than a time limit
     import torch
 
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Ranks, devices and addresses, from the environment that each launcher sets."""
 
 import os
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -295,6 +296,16 @@ def test_a_run_stops_so_early_that_it_can_save_before_its_job_ends(text, age, sa
     monkeypatch.setattr(distributed, "_started", 500.0 - age)
     with mock.patch.dict(os.environ, env_of(text), clear=True):
         assert distributed.stop_requested(last_save=save) == ENDINGS[text, age, save]
+
+
+def since_start():
+    return time.monotonic() - distributed._started
+
+
+def test_the_time_of_a_rank_begins_with_its_process():
+    run_ranks(1, float)  # the fork server is older than the next rank
+    outcome = run_ranks(1, since_start)
+    assert 0 <= outcome.results[0] <= outcome.seconds
 
 
 ASK = "; see in nvidia-smi or xpu-smi whether another program uses it; otherwise use a smaller "
