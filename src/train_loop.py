@@ -188,12 +188,10 @@ def check_step(
 
 
 @torch.no_grad()
-def kl_of_questions(
-    teacher: Teacher, rows: list[int], examples: Examples, run: Run
-) -> tuple[Tensor, Tensor]:
-    """Return the sums of KL(teacher || student) and of tokens over the replies to each question.
+def kl_of_rows(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> Tensor:
+    """Return KL(teacher || student), summed over each reply, and its number of tokens.
 
-    Both are [Q], in the order of the first replies. rows: some of the validation rows.
+    The table is float64 [N, 2] on the CPU, one row for each example; it is 0 except in `rows`.
     """
     student, world = teacher.student, run.world
     micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
@@ -201,10 +199,17 @@ def kl_of_questions(
     for micro_batch in run.phase("evaluating val").each(micro_batches):
         batch = teacher(micro_batch.index, examples)
         costs.append(torch.stack([student(batch)[0], batch.tokens], -1))
-    table = distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows].double()
+    return distributed.gather_by_index(len(examples), micro_batches, costs, world).double().cpu()
+
+
+def by_question(table: Tensor, rows: list[int], examples: Examples) -> tuple[Tensor, Tensor]:
+    """Return the sums of both columns of the table over the rows of each question.
+
+    Both are [Q], in the order of the first rows.
+    """
     numbers: dict[str, int] = {}  # question -> its number
     index = [numbers.setdefault(examples[row].question, len(numbers)) for row in rows]
-    sums = table.new_zeros(len(numbers), 2).index_add(0, to_device(index, world.device), table)
+    sums = table.new_zeros(len(numbers), 2).index_add(0, torch.tensor(index), table[rows])
     return sums[:, 0], sums[:, 1]
 
 
@@ -221,11 +226,11 @@ def evaluate(
     baked = base_kl is not None
     rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
     for row, example in enumerate(examples):
-        rows_of[example.kept].append(row)
-    sums = {}
+        if baked or not example.kept:
+            rows_of[example.kept].append(row)
     with logps.dropout_off(student), student.adapter(baked):
-        for name in rows_of if baked else [""]:
-            sums[name] = kl_of_questions(teacher, rows_of[name], examples, run)
+        table = kl_of_rows(teacher, sorted(sum(rows_of.values(), [])), examples, run)
+    sums = {name: by_question(table, rows, examples) for name, rows in rows_of.items()}
     kl = {name: ratio("kl", *part) for name, part in sums.items()}
     values = {"count": len(rows_of[""]), **kl.pop("")}
     if not baked:

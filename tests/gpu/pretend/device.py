@@ -336,8 +336,19 @@ def _sums(x, dim, *, dtype=None):
     return torch.cat(parts, dim)
 
 
+def _softmax(x, dim, half_to_float):
+    """Compute softmax, as CUDA's kernels of half precision also with a result in fp32."""
+    return aten._softmax(x.float() if half_to_float else x, dim, False)
+
+
+def _softmax_backward(grad, output, dim, input_dtype):
+    return aten._softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+
+
 FORMULAS = {NORM: decomposition_table[NORM], aten.addmm.dtype_out: _add_product}  # not for CPUs
 FORMULAS[aten.cumsum.default] = _sums
+FORMULAS[aten._softmax.default] = _softmax
+FORMULAS[aten._softmax_backward_data.default] = _softmax_backward
 
 
 def special(*operators):
