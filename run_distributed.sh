@@ -8,8 +8,8 @@
 #
 # Without num_gpus it starts one process per GPU, at most 2, or two CPU processes.
 # Several nodes: export NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, and start it on each.
-# To resume a run that was stopped or killed, run the same command again. If a process is killed, all
-# are restarted from the last checkpoint, up to MAX_RESTARTS times (3).
+# To resume a run that was stopped or killed, run the same command again. On one node, if a process
+# is killed, all are restarted from the last checkpoint, up to MAX_RESTARTS times (3).
 # Exit status: 0 done, 2 wrong input, 3 loss not finite, 4 could not write, 85 stopped and saved
 # (run it again), 130 Ctrl-C, 1 anything else.
 set -euo pipefail

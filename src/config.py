@@ -61,7 +61,7 @@ class Config:
     # optimization
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
-    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "linear"  # see docs/dpo.md
+    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "linear"  # how the rate is scaled
     base_batch_size: int = 16  # global batch size for which learning_rate is meant
     lr_scheduler: Literal["constant", "linear", "cosine"] = "linear"  # schedule after the warm-up
     warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up

@@ -27,7 +27,7 @@ class Common:
 
     # data
     homo_oligomer: bool = False  # design identical chains with one common sequence
-    numbering: Literal["pdb", "sequence", "gapped"] = "pdb"  # residue numbers; see docs
+    numbering: Literal["pdb", "sequence", "gapped"] = "pdb"  # how residues are numbered
 
     # run
     seed: int = 0  # random seed of data split, data order, decoding orders and designs
@@ -55,7 +55,7 @@ class Config(PairSettings):
     # most used settings
     base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_data.md
-    val_data: str = ""  # validation pairs; empty: all pairs of a tenth of the backbones
+    val_data: str = ""  # validation pairs; empty: those of some families of backbones
     output_dir: str = "outputs/dpo_ddp"  # folder for models, metrics, plots and checkpoints
     learning_rate: float | None = None  # None: 1e-4, for the demo data 2e-4; --lr is an alias
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
@@ -80,7 +80,7 @@ class Config(PairSettings):
     # optimization
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
-    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "none"  # see docs/dpo.md
+    lr_scaling: Literal["linear", "sqrt", "world_size", "none"] = "none"  # how the rate is scaled
     base_batch_size: int = 1  # global batch size for which learning_rate is meant
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # schedule after the warm-up
     warmup_ratio: float = 0.0  # fraction of the steps for the linear warm-up

@@ -112,8 +112,8 @@ REHEARSED = """
 
 `python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on pretended
 GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a GPU would check it,
-and the CPU computes it. The checks are about devices, dtypes, autocast, reads and copies that make
-the host wait, fused AdamW, and what NCCL does not support.
+and the CPU computes it. The checks cover devices, dtypes, autocast, reads and copies for which the
+host waits, fused AdamW, and operations that NCCL does not support.
 
 Of the {planned} runs {done} have been done, on one and on two GPUs; {good} ended with status 0 and
 had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each; they may come from
@@ -147,7 +147,7 @@ FORECAST = """
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO in bf16 with
 4 pairs at the shape of Qwen3-8B, of a LoRA with r 16 or of all weights, which do not fit on one GPU
 of 80 GB. It runs the step of `src/main_distributed.py`, and that of TRL, on tensors without
-contents, and counts their operators. Rows with lengths as in HH-RLHF are means of two batches.
+contents, and counts their operators. Numbers for lengths as in HH-RLHF are means of two batches.
 [gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and the bytes moved.
 
 {}
