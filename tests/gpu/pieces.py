@@ -206,7 +206,7 @@ def attention(_folder):
         ("long", 256, None),
         ("long", 512, None),
     ]
-    for kind, head, window in cases:
+    for kind, head, window in cases[::2] if TINY else cases:
         pairs = rows[kind]
         more = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": window}
         config = shape((512, 1024, 4, 8, 4), 8192, head, **(more if window else {}))

@@ -59,7 +59,7 @@ def test_without_a_key_it_is_one_line_and_nothing_of_a_run_is_there(tmp_path):
 
 
 def modules_after(folder, name):
-    runs.train(folder, runs.words(f"--report_to {name}"))
+    runs.train(folder, runs.words(f"--report_to {name} --max_rows 8 --max_steps 2"))
     return sorted({"wandb", "tensorboard"} & sys.modules.keys())
 
 
