@@ -136,7 +136,7 @@ def code_digests() -> dict[str, str]:
     """
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     files = {*SRC.glob("ddp_utils/**/*.py")}
-    files |= {path for path in map(Path, filter(None, loaded)) if SRC in path.parents}
+    files |= {Path(file) for file in loaded if file and file.startswith(f"{SRC}/")}
     digests = {str(path.relative_to(SRC)): data.sha256(path)[:16] for path in sorted(files)}
     script = Path(sys.argv[0]).resolve()
     if script.suffix == ".py" and script not in files:

@@ -298,11 +298,23 @@ def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") 
             raise UserError(f"{row.location}: {problem}; use {fix}")
 
 
-def unreached(model: Model) -> tuple[str, ...]:
-    """Return the parts that no text reaches: name prefixes such as `model.vision_tower.`.
+_unreached: dict[str, tuple[str, ...]] = {}  # class and config -> what unreached() returned
 
-    A copy without weights computes the gradient of two tokens: parts without one are not reached.
-    Returns () if it cannot be computed without weights; then step 0 finds such parts.
+
+def unreached(model: Model) -> tuple[str, ...]:
+    """Return the parts that no text reaches: name prefixes such as `model.vision_tower.`."""
+    # the check on the meta device has another dtype, and no quantization
+    key = f"{type(model)} {model.config.to_dict() | {'dtype': 0, 'quantization_config': 0}}"
+    if key not in _unreached:
+        _unreached[key] = find_unreached(model)
+    return _unreached[key]
+
+
+def find_unreached(model: Model) -> tuple[str, ...]:
+    """Return what unreached() returns, from the gradient of two tokens.
+
+    A copy without weights computes it: parts without a gradient are not reached. Returns () if it
+    cannot be computed without weights; then step 0 finds such parts.
     """
     with META:
         twin: Any = type(model)(copy.deepcopy(model.config))

@@ -102,6 +102,15 @@ def test_parts_that_no_text_reaches_stay_frozen_and_the_result_reopens(name, fin
         assert (tmp_path / "result/preprocessor_config.json").exists()
 
 
+def test_what_no_text_reaches_is_computed_once_per_model(tmp_path, monkeypatch):
+    asked, find = [], models.find_unreached
+    monkeypatch.setattr(models, "_unreached", {})
+    monkeypatch.setattr(models, "find_unreached", lambda model: asked.append(1) or find(model))
+    for number, name in enumerate(("llava", "qwen3-vl"), start=1):
+        _, [line] = load(tmp_path / name, build(MODELS[name][0]), models.LoraSpec(4))
+        assert line.endswith(TOWERS[name]) and len(asked) == number
+
+
 AUDIO = dict(d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=64)
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 TEXT |= dict(num_key_value_heads=2, vocab_size=97)
