@@ -115,9 +115,9 @@ GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a
 and the CPU computes it. The checks cover devices, dtypes, autocast, reads and copies for which the
 host waits, fused AdamW, and operations that NCCL does not support.
 
-Of the {planned} runs {done} have been done, on one and on two GPUs; {good} ended with status 0 and
-had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each; they may come from
-different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
+{done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them ended
+with status 0 and had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each run;
+the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
 GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 

@@ -206,9 +206,15 @@ def do_piece(name, folder, pretended):
 
 
 def test_the_list_is_sound(tmp_path, monkeypatch):
-    """All pieces on this CPU, forked from a process that has imported what they need."""
+    """All pieces on this CPU, forked from a process that has imported what they need.
+
+    Not those that take a minute and have tests of their own here, or do what another one does.
+    """
+    left_out = {"attention", "speed:long:ours"}
 
     def run(piece, _limit, args, results, _env):
+        if piece.name in left_out:
+            return OK
         folder = tmp_path / piece.name
         folder.mkdir()
         (folder / "results.json").write_text(json.dumps(results))
@@ -234,8 +240,6 @@ def test_the_list_is_sound(tmp_path, monkeypatch):
         assert row["first loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert [row["in"] for row in rows["demo"]] == ["fp32", "bf16"]
     assert rows["resume"][0]["exit statuses"] == [-9, 0, 0]
-    assert [row["prompt"] for row in rows["attention"]] == ["separate", "shared"] * 6
-    assert {row["head size"] for row in rows["attention"]} == {64, 128, 256}
     calls = {row["kernel"]: row["calls a step"] for row in rows["kernels"][1:]}
     assert calls["_Linear"] == 2 * 7  # LoRA on seven matrices of two layers
     assert [row.get("gap to DDP") for row in rows["sharding"]] == [0, 0, 0, None, None, None, None]
@@ -317,4 +321,7 @@ def test_a_piece_ends_on_a_pretended_gpu(name, tmp_path):
     (tmp_path / "results.json").write_text("{}")
     entry, faults = ranks(1, do_piece, name, str(tmp_path), True, timeout=600)[0]
     assert len(entry["rows"]) >= ROWS[name], entry
+    if name == "attention":
+        assert [row["prompt"] for row in entry["rows"]] == ["separate", "shared"] * 6
+        assert {row["head size"] for row in entry["rows"]} == {64, 128, 256}
     assert entry["status"] == "ok" and not faults, (entry, faults)
