@@ -16,6 +16,7 @@ from conftest import need
 from ddp_utils import UserError
 from ddp_utils.policy import Precision
 from lm import logps, models, parallel
+from lm.fast import self_test
 
 PAIRS = some_pairs((7, 5, 9), (11, 8, 6))
 
@@ -33,6 +34,7 @@ def load(folder, model, adapter):
 def train(policy):
     """Train two steps: the gradient of A is 0 as long as B is; return names of what has one."""
     scorer = logps.Scorer(policy)
+    self_test.check_head(scorer, PAIRS, torch.device("cpu"))  # transformers 5.5: full logits
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 
 import pytest
 
@@ -74,12 +75,13 @@ def test_a_relative_path_is_looked_up_here_first_and_then_in_the_project(tmp_pat
 
 # --- errors: more are in corpus/ ------------------------------------------------------------
 
+NAMES_COMMA = sys.version_info >= (3, 13)  # which older ones of Python take for right
 SYNTAX = {  # bytes -> where, as line:column counted by eye
     b'{"a": }': "1:7",
-    GOOD + b'\n{"a": "x",}': "2:11",
+    GOOD + b'\n{"a": "x",}': "2:10" if NAMES_COMMA else "2:11",
     GOOD + b"\r" + GOOD: "1:12",
     b'\xef\xbb\xbf{"a": }': "1:7",
-    b"[\n" + GOOD + b",\n]": "3:1",
+    b"[\n" + GOOD + b",\n]": "2:11" if NAMES_COMMA else "3:1",
     b"[\n" + GOOD + b',\n{"a" 2}]': "3:6",
     b"[\n" + GOOD + b"\n" + GOOD + b"]": "3:1",
     b"[" + GOOD + b"]\n[" + GOOD + b"]": "2:1",
