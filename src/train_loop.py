@@ -224,12 +224,12 @@ def evaluate(
     """
     student = teacher.student
     baked = base_kl is not None
-    rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
-    for row, example in enumerate(examples):
-        if baked or not example.kept:
-            rows_of[example.kept].append(row)
+    rows = [row for row, example in enumerate(examples) if baked or not example.kept]
     with logps.dropout_off(student), student.adapter(baked):
-        table = kl_of_rows(teacher, sorted(sum(rows_of.values(), [])), examples, run)
+        table = kl_of_rows(teacher, rows, examples, run)
+    rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
+    for row in rows:
+        rows_of[examples[row].kept].append(row)
     sums = {name: by_question(table, rows, examples) for name, rows in rows_of.items()}
     kl = {name: ratio("kl", *part) for name, part in sums.items()}
     values = {"count": len(rows_of[""]), **kl.pop("")}

@@ -134,9 +134,9 @@ def code_digests() -> dict[str, str]:
 
     All files of ddp_utils count: some are imported only when they are needed.
     """
-    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    loaded = [str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]]
     files = {*SRC.glob("ddp_utils/**/*.py")}
-    files |= {Path(file) for file in loaded if file and file.startswith(f"{SRC}/")}
+    files |= {Path(file) for file in loaded if file.startswith(f"{SRC}/")}
     digests = {str(path.relative_to(SRC)): data.sha256(path)[:16] for path in sorted(files)}
     script = Path(sys.argv[0]).resolve()
     if script.suffix == ".py" and script not in files:

@@ -55,7 +55,7 @@ class Config(PairSettings):
     # most used settings
     base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_data.md
-    val_data: str = ""  # validation pairs; empty: those of some families of backbones
+    val_data: str = ""  # validation pairs; empty: whole families, up to a tenth of the pairs
     output_dir: str = "outputs/dpo_ddp"  # folder for models, metrics, plots and checkpoints
     learning_rate: float | None = None  # None: 1e-4, for the demo data 2e-4; --lr is an alias
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference

@@ -298,13 +298,13 @@ def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") 
             raise UserError(f"{row.location}: {problem}; use {fix}")
 
 
-_unreached: dict[str, tuple[str, ...]] = {}  # class and tensors -> what unreached() returned
+_unreached: dict[tuple, tuple[str, ...]] = {}  # class and tensors -> what unreached() returned
 
 
 def unreached(model: Model) -> tuple[str, ...]:
     """Return the parts that no text reaches: name prefixes such as `model.vision_tower.`."""
-    shapes = [f"{name} {[*parameter.shape]}" for name, parameter in model.named_parameters()]
-    key = "\n".join([str(type(model)), *shapes])
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    key = type(model), *shapes
     if key not in _unreached:
         _unreached[key] = find_unreached(model)
     return _unreached[key]

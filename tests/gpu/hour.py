@@ -117,9 +117,9 @@ host waits, fused AdamW, and operations that NCCL does not support.
 
 {done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them ended
 with status 0 and had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each run;
-the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
-GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
-and 3, in fp32, bf16 and fp16 (proteins in fp32).
+the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama,
+Mistral, Gemma 2 and 3, GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading,
+LoRA, DPO) and ZeRO 1, 2 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
 killed and resumed had the same metrics as one that was not, bit for bit. A step reads from the GPU

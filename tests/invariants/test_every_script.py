@@ -225,7 +225,8 @@ def weights(folder):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-# each script, alone or as three processes: what differs is in what they share
+# each script alone or as three processes, since what differs is in code that they share; the
+# environments of distillation and DPO without a reference train with the same scripts
 SIZES = list(zip(SCRIPTS, (1, 3, 1, 3, 1, 3), strict=False))
 
 

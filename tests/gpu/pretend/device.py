@@ -336,19 +336,22 @@ def _sums(x, dim, *, dtype=None):
     return torch.cat(parts, dim)
 
 
-def _softmax(x, dim, half_to_float):
-    """Compute softmax, as CUDA's kernels of half precision also with a result in fp32."""
-    return aten._softmax(x.float() if half_to_float else x, dim, False)
+def _softmax(function, x, dim, half_to_float):
+    """Compute (log-)softmax; only CUDA's kernels can return fp32 for half precision."""
+    return function(x.float() if half_to_float else x, dim, False)
 
 
-def _softmax_backward(grad, output, dim, input_dtype):
-    return aten._softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+def _softmax_backward(function, gradient, output, dim, input_dtype):
+    """Compute the gradient of (log-)softmax, in the dtype of its input."""
+    return function(gradient, output, dim, output.dtype).to(input_dtype)
 
 
 FORMULAS = {NORM: decomposition_table[NORM], aten.addmm.dtype_out: _add_product}  # not for CPUs
 FORMULAS[aten.cumsum.default] = _sums
-FORMULAS[aten._softmax.default] = _softmax
-FORMULAS[aten._softmax_backward_data.default] = _softmax_backward
+for _name in ("_softmax", "_log_softmax"):
+    _forward, _backward = getattr(aten, _name), getattr(aten, f"{_name}_backward_data")
+    FORMULAS[_forward.default] = functools.partial(_softmax, _forward)
+    FORMULAS[_backward.default] = functools.partial(_softmax_backward, _backward)
 
 
 def special(*operators):

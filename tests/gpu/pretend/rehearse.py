@@ -531,9 +531,9 @@ def memory_problems(case, report):
             found.append(f"saving keeps {kept} and needs {needed} bytes, a tensor {largest}")
     peak = max((step["peak"] for step in report.get("steps", [])), default=0)
     tried = report.get("trial peak", 0)
-    # threads of the pretended NCCL free FSDP's buffers now or a moment later: the peak of the same
-    # steps was 18.3 to 20.0 MB in four runs
-    margin = 1.1 if case.sharded == "fsdp" else 1.02
+    # Threads of the pretended NCCL free FSDP's buffers sooner or later: in six runs, the peak of
+    # the steps was 0.97 to 1.04 times that of the trial. AdamW's moments are 22 % of the peak.
+    margin = 1.15 if case.sharded == "fsdp" else 1.02
     if 0 < margin * tried < peak and case.sharded != "zero":
         found.append(f"a step needs {peak} bytes, the trial of the largest ones {tried}")
     if report and "expandable_segments:True" not in report["allocator"]:
