@@ -87,7 +87,7 @@ PARTS += [b"\xef\xbb\xbf", b"\0", b'{"prompt": "p", "chosen": "a", "rejected": "
 PARTS += [b'{"a\\nb": 1, "a\\nb": 1}']
 
 
-@fuzz(300)
+@fuzz(100)
 @given(st.lists(values, min_size=1, max_size=3), st.booleans(), st.booleans(), templates)
 def test_any_json(file, rows, escaped, as_list, template):
     if as_list:
@@ -109,7 +109,7 @@ def damaged_bytes(draw):
     return content
 
 
-@fuzz(400)
+@fuzz(150)
 @given(damaged_bytes(), templates)
 def test_any_damage_to_a_good_file(file, content, template):
     read_all(file, content, template)
@@ -131,7 +131,7 @@ def changed_row(draw):
     return row
 
 
-@fuzz(400)
+@fuzz(150)
 @given(changed_row(), st.booleans(), templates)
 def test_any_other_value_in_a_good_row(file, row, escaped, template):
     text = json.dumps(row, ensure_ascii=escaped)
@@ -146,7 +146,7 @@ def check(config):
     config_module.check(config)
 
 
-@fuzz(400)
+@fuzz(150)
 @given(st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3))
 def test_any_value_in_an_edited_file(changes):
     accepts(check, dataclasses.replace(Config(), **changes))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import programs
+import runs
 from ddp_utils import distributed, policy
 from ddp_utils.policy import Precision
 from lm import chat
@@ -139,7 +140,8 @@ SCRIPTS = {  # command line
 def test_a_run_in_slow_bf16_says_so_before_training_and_in_its_report(name, tmp_path):
     """In a process of its own, since torch reads the variables once."""
     flags = [*SCRIPTS[name].split(), tmp_path / "run", "--max_steps=1", "--max_rows=64"]
-    flags += ["--num_samples=0"] if name == "dpo" else []
+    few = ["--num_samples=0", f"--val_data={runs.PAIRS}", f"--test_data={runs.PAIRS}"]
+    flags += few if name == "dpo" else []
     done = programs.process([sys.executable, *flags, "--report_to=none"], **LOWEST)
     lines = done.stdout.splitlines()
     at, *_ = [i for i, line in enumerate(lines) if line.startswith("warning: bf16 takes ")]

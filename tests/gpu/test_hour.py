@@ -71,6 +71,7 @@ def kill_after(process, name, folder):
     return hour.read(folder)
 
 
+@pytest.mark.show
 def test_the_list_goes_on_where_it_was_killed(tmp_path):
     quick = {"generation", "protein", "baking"}
     hour.write(
@@ -205,6 +206,7 @@ def do_piece(name, folder, pretended):
     return json.loads((Path(folder) / "entry.json").read_text()), pretend.record.faults
 
 
+@pytest.mark.show
 def test_the_list_is_sound(tmp_path, monkeypatch):
     """The pieces run on this CPU, forked from a process that has imported what they need.
 
@@ -309,7 +311,7 @@ ROWS = {"demo": 4, "attention": 12, "resume": 2, "fp16": 3, "memory": 6, "kernel
 ROWS |= {"generation": 2, "sharding": 7, "commands": 5, "protein": 2, "distillation": 1}
 ROWS |= {"baking": 1}
 ROWS |= dict.fromkeys(["speed:long:ours", "speed:hh:ours", *sorted(NEEDS_TRL)], 1)
-FAST = {"attention", "generation"}  # and their code is not that of the rehearsal on a CPU
+FAST = {"generation"}  # and their code is not that of the rehearsal on a CPU
 MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.show) for name in ROWS]
 
 

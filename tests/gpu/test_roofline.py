@@ -93,6 +93,7 @@ def test_a_layer_launches_at_most_so_many_kernels_and_no_read(counts):
     assert counts["3 layers"]["reads"] == 0
 
 
+@pytest.mark.show
 def test_the_table_lacks_what_is_not_installed():
     flags = ["--layers", "1", "--cases", "short", "--sides", "ours", "trl", "--gpus", "A100"]
     done = python("-W", "ignore", str(TESTS / "gpu/roofline.py"), *flags)

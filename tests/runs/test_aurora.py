@@ -67,6 +67,7 @@ def job(tmp_path):
     return run
 
 
+@pytest.mark.show
 def test_the_body_trains_on_two_nodes_and_resumes_when_it_is_run_again(job):
     if not Path("/usr/bin/mpiexec.mpich").exists():
         pytest.skip("mpiexec.mpich is not installed")

@@ -147,6 +147,7 @@ def test_a_slurm_job_that_is_signalled_saves_is_queued_again_and_resumes(slurm, 
     assert faults.numbers(here / "run") == undisturbed
 
 
+@pytest.mark.show
 def test_a_pbs_job_runs_on_two_machines(slurm, undisturbed, here):
     """With MPICH in place of PALS; /etc/profile of the machines defines `module`."""
     cluster.need(**{"mpiexec.mpich": "mpich"})

@@ -69,7 +69,15 @@ def launch(name, folder):
     return json.loads((folder / "summary.json").read_text())["test"]["loss"]
 
 
-@pytest.mark.parametrize("name", [name for name in launchers() if name != "python"])
+ALIKE = {"mpirun", "torch.distributed.launch"}  # mpiexec, torchrun
+NAMES = [
+    pytest.param(name, marks=pytest.mark.show if name in ALIKE else ())
+    for name in launchers()
+    if name != "python"
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_each_launcher_ends_in_the_same_test_loss(name, tmp_path, test_loss_of_one_process):
     assert launch(name, tmp_path / "run") == pytest.approx(test_loss_of_one_process, abs=1e-5)
 
@@ -163,7 +171,8 @@ def test_check_of_baking_reads_the_flags_of_the_second_program():
 
 
 def test_a_closed_pipe_does_not_stop_a_run(tmp_path):
-    flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'}"
+    flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'} "
+    flags += f"--val_data {runs.PAIRS} --test_data {runs.PAIRS}"
     command = f"{sys.executable} src/main_distributed.py {flags} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["0"] and "Traceback" not in done.stderr

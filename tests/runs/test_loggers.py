@@ -20,6 +20,7 @@ def start(folder, *flags, code=0, **env):
     return programs.process(command, code=code, cwd=folder, **env)
 
 
+@pytest.mark.show
 def test_weights_and_biases_offline_in_two_starts(tmp_path):
     """All steps of a run that was continued, under one id; nothing leaves the machine."""
     pytest.importorskip("wandb")

@@ -92,6 +92,7 @@ def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
 # --- signals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.show
 def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_path):
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG) as process:

@@ -172,7 +172,7 @@ def finished(folder):
         assert json.loads(line)["step"] >= 0  # nothing that was printed is in it
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", pytest.param(">&-", marks=pytest.mark.show)])
 def test_a_run_with_closed_streams_finishes(closed, tmp_path):
     command = 'exec "$0" "$@" ' + closed
     words = [sys.executable, ROOT / "src/main_distributed.py", *TINY, "--result_dir", "run"]
@@ -180,6 +180,7 @@ def test_a_run_with_closed_streams_finishes(closed, tmp_path):
     finished(tmp_path / "run")
 
 
+@pytest.mark.show
 def test_two_ranks_with_closed_streams_finish(tmp_path):
     words = [ROOT / "run_distributed.sh", "2", *TINY, "--result_dir", "run"]
     programs.process(["bash", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *words], cwd=tmp_path)

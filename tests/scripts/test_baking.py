@@ -501,19 +501,19 @@ def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
 
 
 def test_the_lines_of_the_guide(tmp_path):
-    """They run as written, in a copy of src/; without --r, which torchrun would read itself."""
+    """They run in a copy of src/, with fewer replies; without --r, which torchrun would read."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data/demo").symlink_to(ROOT / "data/demo")
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PET_MASTER_PORT": str(free_port())}
     first = "torchrun --nproc_per_node=2 generate_data.py --num_questions 88 --batch_size 38 "
-    first += "--num_sequences_per_question 25"
+    first += "--num_sequences_per_question 4"
     second = "torchrun --nproc_per_node=2 train_loop.py --num_epochs 1000 --batch_size 10 "
     second += "--learning_rate 1e-4 --lora_r 32"
     for line in (first, f"{second} --max_steps 3"):
         programs.process(runs.words(line), cwd=tmp_path / "src", **env)
-    assert sum(map(len, rows_of(tmp_path / "data"))) == 88 * 25 + 9 * 3 * 2
+    assert sum(map(len, rows_of(tmp_path / "data"))) == 88 * 4 + 9 * 3 * 2
     assert len(runs.lines(tmp_path / "results/traj_chat", "train")) == 3
 
 

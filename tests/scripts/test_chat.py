@@ -63,6 +63,7 @@ def test_the_result_answers_and_with_before_the_model_before_training(run):
     assert answer(str(run), "--before") == answer(DEMO, *GREEDY) == f"> {before}\n> \n"
 
 
+@pytest.mark.show
 def test_an_empty_line_starts_a_new_conversation(run):
     """Its first answer is that to the question alone, as every answer is without the history."""
     after = expected(run / "model")

@@ -142,9 +142,17 @@ CONFIGURED = [*ACCELERATE, "--config_file", str(ROOT / "config/accelerate/cpu.ya
 @pytest.mark.parametrize(
     ("launcher", "size", "name", "words"),
     [
-        ([*ACCELERATE, "--num_processes", "1", "--num_machines", "1"], 1, "python", []),
+        pytest.param(
+            [*ACCELERATE, "--num_processes", "1", "--num_machines", "1"],
+            *(1, "python", []),
+            marks=pytest.mark.show,
+        ),
         ([*CONFIGURED, "--main_process_port", "0"], 2, "accelerate", ["train_batch_size=8"]),
-        (TORCHRUN, 2, "torchrun", ["train_batch_size=4", "gradient_accumulation_steps=2"]),
+        pytest.param(
+            TORCHRUN,
+            *(2, "torchrun", ["train_batch_size=4", "gradient_accumulation_steps=2"]),
+            marks=pytest.mark.show,
+        ),
     ],
     ids=["accelerate, one", "accelerate, two", "torchrun, two"],
 )
@@ -164,6 +172,7 @@ def test_each_launcher_trains_alike(launcher, size, name, words, one, histories,
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000003"}
 
 
+@pytest.mark.show
 def test_the_launchers_precision_overrides_the_settings(histories, tmp_path):
     """On a CPU, fp16 is an error of one line, wherever it comes from; bf16 trains."""
     place = f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"

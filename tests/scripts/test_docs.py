@@ -191,11 +191,13 @@ def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
     """Unchanged, after a run of three steps."""
     (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     flags = runs.words("--max_steps 3 --max_rows 24 --num_samples 0 --log_every 1000")
+    flags += ["--val_data", runs.PAIRS, "--test_data", runs.PAIRS]
     programs.process([sys.executable, ROOT / "src/main_distributed.py", *flags], cwd=tmp_path)
     shown = programs.process([sys.executable, "-c", snippet], cwd=tmp_path).stdout
     assert "Where is the cat?" in shown
 
 
+@pytest.mark.show
 def test_the_script_of_the_api_page_trains_alike_on_one_and_two_processes(tmp_path):
     """As it is written, but with its own folder; the first loss is ln 2."""
     (script,) = re.findall(

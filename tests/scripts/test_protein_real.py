@@ -63,6 +63,7 @@ def plain_logps(model, pairs, seed):
     return np.reshape(logps, (-1, 2))
 
 
+@pytest.mark.show
 def test_two_processes_hold_out_backbones(few, tmp_path):
     """Through torchrun, as the user starts it."""
     split, _ = run_dpo_ddp.read_data(Config(train_data=str(few)), World())

@@ -1,6 +1,7 @@
 """The house rules that a machine can check: imports, lint, sizes, one test command."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -43,6 +44,7 @@ SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
 
+@functools.cache
 def lines_of_code(path):
     """Lines that are neither blank nor comment nor docstring."""
     lines = set()

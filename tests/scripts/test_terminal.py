@@ -41,7 +41,7 @@ def check_summary(text):
     assert len(re.findall(r"^ +(fine-tuned|both)  ", text, re.M)) == 3
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", [80, pytest.param(100, marks=pytest.mark.show)])
 def test_a_run_on_a_terminal(columns, tmp_path):
     command = [sys.executable, SCRIPT, *SHORT, "--result_dir", "run", "--judge", str(judge())]
     status, output = on_a_terminal(command, columns, tmp_path, programs.environment())
