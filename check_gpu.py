@@ -190,7 +190,7 @@ def plan_of(path: str, world: distributed.World) -> Any:
     import train as sft
     import train_config as sft_settings
     from ddp_utils import cli, yaml_config
-    from lm import memory_plan, models
+    from lm import memory_plan
     from lm.chat_template import Encoder
 
     is_sft = yaml_config.load(path).keys() <= sft_settings.SECTIONS.keys()
@@ -198,10 +198,7 @@ def plan_of(path: str, world: distributed.World) -> Any:
     config: Any = (sft_settings if is_sft else dpo_settings).read(["--config", path])
     if config.in_4_bits:
         raise UserError(f"{path}: 4-bit weights cannot be planned; plan a LoRA on bf16 weights")
-    names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = models.load_tokenizer(*names, needs_weights=False)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    encoder = Encoder(tokenizer, config.chat_template, *shape)
+    encoder = Encoder.of(config, needs_weights=False)
     rows = script.read_data(config, encoder, world)[0]["train"]
     if is_sft:
         return memory_plan.Plan(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ddp_utils import SettingError, cli, data
+from ddp_utils import UserError, cli, data
 from lm import settings
 
 # constants, so that an edited default of train_data is not the demo
@@ -146,10 +146,10 @@ def read_sharding(config: Config, places: cli.Places) -> None:
         places["mixed_precision"] = places.get("use_mixed_precision", "use_mixed_precision")
     if config.strategy == "ddp":
         if config.sharding_config:
-            raise SettingError("sharding_config", "it needs --strategy fsdp or deepspeed")
+            raise UserError("--sharding_config: it needs --strategy fsdp or deepspeed")
         return
     if config.strategy == "deepspeed" and not config.sharding_config:
-        raise SettingError("strategy", "deepspeed needs a file, too; set --sharding_config")
+        raise UserError("--strategy: deepspeed needs a file, too; set --sharding_config")
     from lm.sharding import settings as files
 
     config.notes = files.read(config, config.strategy, config.sharding_config, places)
@@ -163,10 +163,10 @@ def check(config: Config) -> None:
     cli.check_ranges(config, result_dir=cli.FOLDER, sft_weight=cli.FROM_0, max_length=at_least_8)
     cli.loss_options(config)
     if config.fine_tuning == "full" and config.base_dtype in ("bf16", "4bit"):
-        raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
+        raise UserError("--base_dtype: full fine-tuning trains fp32 weights; use auto or fp32")
     settings.check_strategy(config, "base_dtype", "auto")
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_targets"):
         if config.fine_tuning == "full" and getattr(config, name) != getattr(Config, name):
-            raise SettingError(name, "there is no LoRA; use --fine_tuning lora, or leave it out")
+            raise UserError(f"--{name}: there is no LoRA; use --fine_tuning lora, or leave it out")
     if config.method in cli.REFERENCE_FREE and config.reference_model:
-        raise SettingError("reference_model", f"{config.method} has no reference; leave it out")
+        raise UserError(f"--reference_model: {config.method} has no reference; leave it out")

@@ -203,10 +203,8 @@ def sample(
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
-    world = distributed.whoami()
     config = settings.read(argv)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
 
     # data
     x0 = data.content(config.x0_file)
@@ -236,7 +234,6 @@ def main(argv: list[str] | None = None) -> int:
     about += f"{kept} of them under {len(retained)} other prompts; "
     about += f"{len(rows) - count} more to measure {len(others)} others"
     if config.check:
-        distributed.choose_device(world, config.backend)
         check_files(config, settings_hash)
         if world.is_main:
             print(about)

@@ -68,15 +68,6 @@ def complete_settings(config: settings.Config) -> None:
     models.check_4_bits(config, "base_dtype")
 
 
-def encoder_of(config: settings.Config, world: World) -> Encoder:
-    """Return what turns texts into token ids."""
-    names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = models.load_tokenizer(*names)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    date = date_of(config.result_dir, config, world)
-    return Encoder(tokenizer, config.chat_template, *shape, date=date)
-
-
 def read_data(config: settings.Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
     """Return {"train": pairs, "val": pairs, "test": pairs}, and a report on each file."""
     cache = config.cache_dir or Path(config.result_dir).parent / ".tokens"
@@ -342,15 +333,12 @@ def describe_run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
-    world = distributed.whoami()
     config = settings.read(argv)
-    world = distributed.choose_device(world, config.backend)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
     complete_settings(config)
 
     # data
-    encoder = encoder_of(config, world)
+    encoder = Encoder.of(config, date_of(config.result_dir, config, world))
     data, report = read_data(config, encoder, world)
     judge = load_judge(config, data) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]))

@@ -44,15 +44,6 @@ PER_TOKEN = {"loss": "size"}  # the loss is divided by the trained tokens, its s
 # --- data ----------------------------------------------------------------------------------------
 
 
-def encoder_of(config: Config, world: World) -> Encoder:
-    """Return what turns texts into token ids."""
-    names = config.model_name, config.init_adapter, config.chat_template
-    tokenizer = models.load_tokenizer(*names)
-    shape = config.max_length, config.truncation, config.chat_template_kwargs, config.keep_thoughts
-    date = date_of(config.output_dir, config, world)
-    return Encoder(tokenizer, config.chat_template, *shape, date=date)
-
-
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[dict, dict]:
     """Return {"train": rows, "val": rows}, each a Text, and a report on each file."""
     cache = config.cache_dir or Path(config.output_dir).parent / ".tokens"
@@ -216,18 +207,15 @@ def describe_run(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
-    world = distributed.whoami()
     config = train_config.read(argv)
     with cli.located(config.places):  # an error about a setting names the line of the YAML file
-        return fine_tune(config, world)
+        return fine_tune(config)
 
 
-def fine_tune(config: Config, world: World) -> int:
+def fine_tune(config: Config) -> int:
     """Train as the settings say; return 0."""
     # setup
-    world = distributed.choose_device(world, config.backend)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
     if config.init_adapter and config.fine_tuning == "lora":  # it may be on the hub
         from lm import lora
 
@@ -235,7 +223,7 @@ def fine_tune(config: Config, world: World) -> int:
     models.check_4_bits(config, "type")
 
     # data
-    encoder = encoder_of(config, world)
+    encoder = Encoder.of(config, date_of(config.output_dir, config, world))
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     spec, meta_model, precision = describe_run(config, data, report, encoder, plan, world)

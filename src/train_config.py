@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import config as dpo
-from ddp_utils import SettingError, UserError, cli
+from ddp_utils import UserError, cli
 from lm import settings
 
 
@@ -176,11 +176,11 @@ def read_sharding(config: Config) -> None:
         is_for_later = f"use_{kind}" in config.places and not is_flag
         is_used = getattr(config, f"use_{kind}") or is_for_later
         if getattr(config, f"{kind}_config") and not is_used:
-            raise SettingError(f"{kind}_config", f"it has no effect without use_{kind}")
+            raise UserError(f"--{kind}_config: it has no effect without use_{kind}")
     if config.use_fsdp and config.use_deepspeed:
-        raise SettingError("use_fsdp", f"{config.places['use_deepspeed']} is set, too; use one")
+        raise UserError(f"--use_fsdp: {config.places['use_deepspeed']} is set, too; use one")
     if config.use_deepspeed and not config.deepspeed_config:
-        raise SettingError("use_deepspeed", "set deepspeed_config, too")
+        raise UserError("--use_deepspeed: set deepspeed_config, too")
     if config.strategy != "ddp":
         from lm.sharding import settings as files
 
@@ -200,7 +200,7 @@ def check(config: Config) -> None:
         output_dir=cli.FOLDER,
     )
     if config.type == "full" and config.base_dtype == "bf16":
-        raise SettingError("base_dtype", "full fine-tuning trains fp32 weights; use auto or fp32")
+        raise UserError("--base_dtype: full fine-tuning trains fp32 weights; use auto or fp32")
     settings.check_strategy(config, "type", "lora")
     if config.type == "full":
         lora = "lora_r", "lora_alpha", "lora_dropout", "lora_targets"

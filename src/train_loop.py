@@ -332,10 +332,8 @@ def main(argv: list[str] | None = None) -> int:
 def bake(argv: list[str] | None) -> int:
     """Train as the settings say; return 0."""
     # setup
-    world = distributed.whoami()
     config = settings.read(argv)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
     config = complete_settings(config)
 
     # data

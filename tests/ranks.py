@@ -32,7 +32,6 @@ CONTEXT.set_forkserver_preload(
         "peft",
         "main_distributed",
         "matplotlib.pyplot",  # of what a run imports when it needs it
-        "torch.utils.tensorboard",
         "pytest",  # which the test modules import, in each rank again
         "hypothesis",
     ]

@@ -117,18 +117,18 @@ def train_step(policy: Policy, step: int, data: Histories, config: Config, run: 
     return run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
 
 
-def check_step(policy: Policy, step: int, loss: float, config: Config) -> None:
-    """Stop before an update from a wrong start or with a non-finite loss."""
+def check_step(policy: Policy, step: int, means: dict, config: Config) -> None:
+    """Stop before an update from a wrong start, or with a loss or gradient that is not finite."""
+    loss = means["loss"]
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")
     if step == 0:
         # the head is zero, so that all actions have the same probability
         expected = math.log(config.environment.actions)
         bound = 1e-6 if policy.scorer.autocast is None else 1e-2
         if abs(loss - expected) > bound:
             raise UserError(f"before the first step the loss is {loss:.6f}, not {expected:.6f}")
-        checks.check_backward(policy, loss)
-        checks.check_gradients(policy, "full")
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"step {step + 1}: the loss is not finite; lower --lr")
+    checks.check_gradient(policy, step, means, "full")
 
 
 # --- evaluation, on the main process -------------------------------------------------------------
@@ -195,12 +195,8 @@ def save_model(model: Model, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
-    world = distributed.whoami()
     config = read(argv)
-    if config.check:
-        world = distributed.choose_device(world, config.backend)
-    else:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
     precision = Precision.choose(world.device, mixed=config.mixed_precision)
     if precision.autocast == torch.float16 and world.device.type == "cpu":
         raise UserError("--mixed_precision: fp16 is not supported on a CPU; use no")
@@ -247,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         for step in range(done, steps):
             start = time.perf_counter()
             values = train_step(policy, step, data, config, run)
-            check_step(policy, step, values["loss"], config)
+            check_step(policy, step, values, config)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds.append(time.perf_counter() - start)

@@ -23,15 +23,6 @@ class UserError(Exception):
     exit_code = 2
 
 
-class SettingError(UserError):
-    """A setting has a value that cannot be used."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"--{field}: {problem}")
-        self.field = field
-        self.problem = problem
-
-
 class NonFiniteError(UserError):
     """The loss or the gradient is NaN or infinite: every rank stops before the step."""
 

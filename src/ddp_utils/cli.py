@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from ddp_utils import (
-    SettingError,
     UserError,
     check_clone,
     data,
@@ -364,10 +363,10 @@ def check_ranges(config: Any, **ranges: Range) -> None:
     for name, (expected, is_in_range) in {**RANGES, **ranges}.items():
         value = vars(config).get(name)
         if value is not None and not is_in_range(value):
-            raise SettingError(name, f"{value!r} is out of range (expected {expected})")
+            raise UserError(f"--{name}: {value!r} is out of range (expected {expected})")
     scaling, size = vars(config).get("lr_scaling"), "base_batch_size"
     if scaling in ("world_size", "none") and getattr(config, size) != getattr(type(config), size):
-        raise SettingError(size, f"lr_scaling {scaling} does not use it; use linear or sqrt")
+        raise UserError(f"--{size}: lr_scaling {scaling} does not use it; use linear or sqrt")
     if vars(config).get("num_samples") == 0 and not vars(config).get("on_policy"):
         names = "judge", "sample_batch_size", "max_new_tokens", "temperature", "top_p"
         note_unused(config, "num_samples is 0", *names)
@@ -401,7 +400,7 @@ def loss_options(config: Any) -> dict[str, float]:
             options[name] = default if value is None else value
         elif value is not None:
             problem = f"{config.method} does not use it; it belongs to {', '.join(users)}"
-            raise SettingError(name, problem)
+            raise UserError(f"--{name}: {problem}")
     if config.length_average and config.method in FIXED_LENGTH_METHODS:
-        raise SettingError("length_average", f"{config.method} fixes how its log-probs are summed")
+        raise UserError(f"--length_average: {config.method} fixes how its log-probs are summed")
     return options

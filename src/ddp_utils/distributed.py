@@ -126,6 +126,17 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
 # --- device --------------------------------------------------------------------------------------
 
 
+def start(config: Any) -> World:
+    """Return this process among all; connect to the others, unless it only checks the settings.
+
+    This is the first thing that a script does. config: has backend, timeout_minutes and check.
+    Raises UserError as choose_device() and init_process_group() do.
+    """
+    if config.check:
+        return choose_device(whoami(), config.backend)
+    return init_process_group(whoami(), config.backend, config.timeout_minutes)
+
+
 def choose_device(world: World, backend: str = "auto") -> World:
     """Add device and backend to a world: `auto` selects the best device of the machine.
 
@@ -196,7 +207,7 @@ _store: dist.Store | None = None  # through which the ranks found each other
 
 
 def init_process_group(world: World, backend: str = "auto", timeout_minutes: float = 30.0) -> World:
-    """Choose the device and connect to the other processes: the first thing that a script does.
+    """Choose the device and connect to the other processes.
 
     Raises UserError if they cannot be reached within DDP_JOIN_SECONDS (50 s, on several nodes
     600 s), or if the port is in use.

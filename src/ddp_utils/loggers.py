@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,11 @@ from ddp_utils import UserError
 
 def check(kind: str) -> None:
     """Raise UserError if the package of a logger is missing."""
-    if kind == "wandb":
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise UserError("--report_to wandb: run pip install wandb") from error
+    if kind == "wandb" and not find_spec("wandb"):
+        raise UserError("--report_to wandb: run pip install wandb")
 
 
-class NoLogger:
-    """No logger: only metrics.jsonl and the pictures."""
-
-    def log(self, split: str, step: int, values: dict[str, float]) -> None:
-        """Log the numbers of one step."""
-
-    def close(self) -> None:
-        """Write everything that is still in memory."""
-
-
-class TensorBoard(NoLogger):
+class TensorBoard:
     """Event files in the run folder."""
 
     def __init__(self, folder: Path, step: int):
@@ -43,7 +31,7 @@ class TensorBoard(NoLogger):
         self.writer.close()
 
 
-class WandB(NoLogger):
+class WandB:
     """A run of Weights & Biases, configured by the WANDB_* variables; later starts continue it."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
@@ -79,13 +67,11 @@ class WandB(NoLogger):
         self.run.finish()
 
 
-def make(name: str, folder: Path, step: int, settings: dict[str, Any]) -> NoLogger:
-    """Return the logger of this name.
+def make(name: str, folder: Path, step: int, settings: dict[str, Any]) -> list:
+    """Return the logger of this name in a list, which is empty for `none`.
 
     step: the steps that earlier starts have done; settings: of the run.
     """
     if name == "tensorboard":
-        return TensorBoard(folder, step)
-    if name == "wandb":
-        return WandB(folder, settings)
-    return NoLogger()
+        return [TensorBoard(folder, step)]
+    return [WandB(folder, settings)] if name == "wandb" else []

@@ -151,7 +151,6 @@ def without_users(text: str) -> str:
 
 def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     """Print, on rank 0, what a run would do; nothing is written. Return 0."""
-    world = distributed.choose_device(world, config.backend)
     facts = environment(config, world)
     state = checkpoints.inspect(spec, settings_of(config), facts, config.restart)
     if world.is_main:
@@ -219,7 +218,7 @@ class Run:
         self.lock = checkpoints.lock(self.folder)
         self.step = state.step
         own = loggers.make(self.config.report_to, self.folder, self.step, settings)
-        self.loggers = [own, *self.loggers]
+        self.loggers = [*own, *self.loggers]
         for line in state.lines:
             self.say(line)
         self.changes = facts["changes"]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_utils import SettingError, cli, data
+from ddp_utils import UserError, cli, data
 
 MEASURED_METHODS = ("ddg", "listwise")  # losses of dpo_inv/losses.py, which need a ddG of each pair
 # constants, so that an edited default of train_data is not the demo
@@ -123,9 +123,9 @@ def check(config: Config) -> None:
     cli.loss_options(config)
     if config.method in MEASURED_METHODS:
         if config.length_average:
-            raise SettingError("length_average", f"{config.method} needs sums; leave it out")
+            raise UserError(f"--length_average: {config.method} needs sums; leave it out")
         if config.beta != Config.beta:
-            raise SettingError("beta", f"{config.method} does not use it; leave it out")
+            raise UserError(f"--beta: {config.method} does not use it; leave it out")
 
 
 @dataclass
@@ -169,10 +169,10 @@ def read_design_settings(argv: list[str]) -> DesignConfig:
     }
     cli.check_ranges(config, **ranges)
     if bool(config.pdb_file) == bool(config.pdb_list):
-        raise SettingError("pdb_file", "use either pdb_file or pdb_list")
+        raise UserError("--pdb_file: use either pdb_file or pdb_list")
     if config.fasta:
         names = "num_samples", "temperature", "omit_AA", "bias_AA"
         cli.note_unused(config, "sequences of --fasta are scored, none is sampled", *names)
     if config.tied_positions and config.homo_oligomer:
-        raise SettingError("tied_positions", "--homo_oligomer ties chains by itself; use only one")
+        raise UserError("--tied_positions: --homo_oligomer ties chains by itself; use only one")
     return config

@@ -32,13 +32,13 @@ from ddp_utils import policy as policies
 from ddp_utils import run as runs
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World, to_device
-from ddp_utils.losses import Displacement, Known, checked_metrics
+from ddp_utils.losses import Displacement, Known, LossSpec, checked_metrics, pair_losses
 from ddp_utils.policy import Policy
 from ddp_utils.run import Run
 from dpo_inv import batches, evaluate, pairs, weights
 from dpo_inv.batches import Scorer
 from dpo_inv.config import MEASURED_METHODS, Config
-from dpo_inv.losses import pair_losses
+from dpo_inv.losses import ddg, listwise
 from dpo_inv.mpnn import ProteinMPNN
 from dpo_inv.pairs import Pair
 
@@ -84,7 +84,22 @@ def loss_of(
     before the first step. scorer(batch) returns the summed log-probs of the preferred and the other
     sequences, [B] each; ref_logps: those of the reference, [B, 2]; rows: the pairs of the batch.
     """
-    return pair_losses(scorer, batch, ref_logps, config)
+    spec = LossSpec.of(config)
+    without_sft = spec._replace(sft_weight=0.0)  # its term is added below, to any loss
+    losses, values = pair_losses(scorer, batch, ref_logps, without_sft)
+    gaps = values["logps/chosen"] - values["logps/rejected"]  # [B]
+    if config.method in MEASURED_METHODS:
+        loss = {"ddg": ddg, "listwise": listwise}[config.method]
+        losses = loss(gaps, batch.margins, batch.signs)
+    # the preference of the policy itself, whatever that of the reference is
+    values["logps/accuracies"] = (gaps > 0).float()
+    values["nll"] = -values["logps/chosen"] / batch.tokens[0]
+    if spec.sft_weight or config.weighting == "margin":
+        values["loss/preference"] = losses
+        if config.weighting == "margin":
+            losses = losses * batch.margins
+        losses = losses + spec.sft_weight * values["nll"]
+    return losses, {**values, "loss": losses}
 
 
 def micro_batches_of(rows: list[Pair], config: Config, world: World) -> list[sampler.MicroBatch]:
@@ -232,10 +247,8 @@ def train_loss(folder: Path, after: int, until: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
-    world = distributed.whoami()
     config = read_settings(sys.argv[1:] if argv is None else argv)
-    if not config.check:
-        world = distributed.init_process_group(world, config.backend, config.timeout_minutes)
+    world = distributed.start(config)
 
     # data
     data, report = read_data(config, world)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from ddp_utils import SettingError, UserError, data, distributed
+from ddp_utils import UserError, data, distributed
 from ddp_utils.policy import DTYPES, is_bf16_fast, warn_if_bf16_is_slow
 from lm import lora, model_files, models, sampling
 from lm.chat_template import Encoder, date_in
@@ -76,7 +76,7 @@ def load(
     if before:
         if not run:
             problem = f"{folder} is not a run of a language model; leave it out"
-            raise SettingError("before", problem)
+            raise UserError(f"--before: {problem}")
         name = run["model_name"]
         adapter = run.get("init_adapter") or run.get("resume_from") or ""
     with cli.located({"model_name": "folder", "init_adapter": "folder"}):

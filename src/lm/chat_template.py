@@ -127,6 +127,14 @@ class Encoder:
         either = one_of(filter(None, ends)).pattern
         self.brought = re.compile(rf"(?:(?:{either})\s*)+\Z")  # ends that a reply has in its text
 
+    @classmethod
+    def of(cls, config: Any, date: str = "", needs_weights: bool = True) -> "Encoder":
+        """Return the encoder of the settings of a script; needs_weights: as of load_tokenizer()."""
+        names = config.model_name, config.init_adapter, config.chat_template
+        tokenizer = models.load_tokenizer(*names, needs_weights=needs_weights)
+        shape = config.max_length, config.truncation, config.chat_template_kwargs
+        return cls(tokenizer, config.chat_template, *shape, config.keep_thoughts, date)
+
     def with_arguments(self, arguments: dict) -> "Encoder":
         """Return an encoder whose template gets more arguments, such as the tools of one row."""
         encoder = copy.copy(self)

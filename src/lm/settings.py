@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from ddp_utils import SettingError, cli
+from ddp_utils import UserError, cli
 
 DEMO_MODEL = "data/demo/model"
 DEFAULT_RATES = {  # objective, kind of fine-tuning -> learning rate; measured: docs/recipes.md
@@ -61,7 +61,7 @@ def default_rate(model_name: str, objective: str, fine_tuning: str = "lora") -> 
 
 
 def check_strategy(config: Any, setting: str, other: str) -> None:
-    """Raise SettingError for a strategy that does not support another setting.
+    """Raise UserError for a strategy that does not support another setting.
 
     setting, other: which one selects 4-bit weights, and its value without them.
     """
@@ -69,8 +69,8 @@ def check_strategy(config: Any, setting: str, other: str) -> None:
         value = getattr(config, setting)
         if config.strategy != "ddp":
             problem = f"{config.strategy} cannot shard 4-bit weights"
-            raise SettingError(setting, f"{problem}; use {other}")
+            raise UserError(f"--{setting}: {problem}; use {other}")
         if not find_spec("bitsandbytes"):
-            raise SettingError(setting, f"{value} needs bitsandbytes; install it, or use {other}")
+            raise UserError(f"--{setting}: {value} needs bitsandbytes; install it, or use {other}")
     if config.strategy == "deepspeed" and config.grad_reduce_dtype != "fp32":
-        raise SettingError("grad_reduce_dtype", "use communication_data_type in DeepSpeed's JSON")
+        raise UserError("--grad_reduce_dtype: use communication_data_type in DeepSpeed's JSON")

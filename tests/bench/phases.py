@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = {  # a phase -> its functions: module, and name
-    "read and tokenize data": ["main_distributed.read_data", "main_distributed.encoder_of"],
+    "read and tokenize data": ["main_distributed.read_data", "lm.models.load_tokenizer"],
     "check data against the model": ["main_distributed.describe_run"],
     "load the model": ["main_distributed.load_policy"],
     "try the largest step": ["ddp_utils.run.Run.try_largest_steps"],

@@ -137,7 +137,9 @@ def seconds_of_a_start(tmp_path_factory):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("setting", ["model_name", "init_adapter", "train_data"])
+@pytest.mark.parametrize(
+    "setting", ["model_name", pytest.param("init_adapter", marks=pytest.mark.show), "train_data"]
+)
 def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(
     setting, seconds_of_a_start, tmp_path
 ):

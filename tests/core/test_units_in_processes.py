@@ -86,6 +86,7 @@ def test_an_error_on_one_rank_is_printed_once_and_ends_all():
         assert printed == [1 - rank, rank]
 
 
+@pytest.mark.show
 def test_two_processes_measure_and_one_of_them_prints():
     words = "-m torch.distributed.run --standalone --nproc_per_node=2 check_gpu.py --bench --json"
     done = programs.process([sys.executable, *words.split()], CUDA_VISIBLE_DEVICES="")

@@ -19,8 +19,8 @@ from conftest import ROOT
 from dpo_inv import inference, structure
 from dpo_inv.batches import Batch, Scorer
 from dpo_inv.config import Config, DesignConfig
-from dpo_inv.losses import pair_losses
 from dpo_inv.mpnn import ALPHABET, ProteinMPNN, encode
+from dpo_inv.run_dpo_ddp import loss_of
 from golden import seeded
 
 HERE = Path(__file__).parent
@@ -99,7 +99,8 @@ def test_dpo_losses_and_gradients_equal_the_official_ones(name):
     with torch.no_grad():
         reference = torch.stack(Scorer(model_of(config, 1))(batch), -1)  # [1, 2]
     policy.zero_grad()
-    loss, metrics = pair_losses(Scorer(policy), batch, reference, Config(beta=NUMBERS["beta"]))
+    config = Config(beta=NUMBERS["beta"])
+    loss, metrics = loss_of(Scorer(policy), batch, reference, [], config)
     loss.sum().backward()
     for row, side in enumerate(("chosen", "rejected")):
         mine = metrics[f"logps/{side}"].item()

@@ -213,7 +213,9 @@ def stopped(script, folder, number=0, has_new_code=False):
     return importlib.import_module(script).main(flags.split())
 
 
-@pytest.mark.parametrize("script", ["main_distributed", "train"])
+@pytest.mark.parametrize(
+    "script", ["main_distributed", pytest.param("train", marks=pytest.mark.show)]
+)
 def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
     """Of four micro-batches per rank, before training and after it; none is computed twice."""
     [log, _] = faults.finished(run_ranks(2, stopped, script, tmp_path / "whole")).logs

@@ -120,6 +120,7 @@ def output_of(slurm, job, folder):
     return output
 
 
+@pytest.mark.show
 def test_distillation_trains_in_a_slurm_job(slurm, here):
     """scripts/multi_gpu_train.slurm as it is, on two machines of one GPU."""
     (here / "src").symlink_to(ROOT / "src")  # the project is where it is submitted

@@ -69,7 +69,7 @@ def launch(name, folder):
     return json.loads((folder / "summary.json").read_text())["test"]["loss"]
 
 
-ALIKE = {"mpirun", "torch.distributed.launch"}  # mpiexec, torchrun
+ALIKE = {"mpirun", "torch.distributed.launch"}  # to mpiexec, to torchrun
 NAMES = [
     pytest.param(name, marks=pytest.mark.show if name in ALIKE else ())
     for name in launchers()
@@ -170,6 +170,7 @@ def test_check_of_baking_reads_the_flags_of_the_second_program():
     assert done.stderr.startswith("error: --learning_rat is not a setting; did you mean")
 
 
+@pytest.mark.show
 def test_a_closed_pipe_does_not_stop_a_run(tmp_path):
     flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'} "
     flags += f"--val_data {runs.PAIRS} --test_data {runs.PAIRS}"

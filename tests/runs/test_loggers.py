@@ -42,7 +42,7 @@ def test_weights_and_biases_gets_the_step_beside_the_numbers(tmp_path, monkeypat
     wandb = pytest.importorskip("wandb")
     run = Mock()
     monkeypatch.setattr(wandb, "init", lambda **options: run)
-    logger = loggers.make("wandb", tmp_path, 0, {})
+    [logger] = loggers.make("wandb", tmp_path, 0, {})
     for step, loss in ((1, 0.5), (2, 0.25), (2, 0.25)):
         logger.log("train", step, {"loss": loss})
     logged = [call.args[0] for call in run.log.call_args_list]

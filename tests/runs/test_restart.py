@@ -128,36 +128,39 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
 # --- nothing is left behind ----------------------------------------------------------------------
 
 
-def test_a8_no_process_outlives_a_launcher_that_is_killed(tmp_path):
-    """As soon as it has started a rank, which knows nothing yet; in training; at a random moment.
-
-    The run would take hours, so that no rank ends because it is done.
-    """
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("a rank has just started", marks=pytest.mark.show),  # it knows nothing yet
+        "in training",
+        pytest.param("any", marks=pytest.mark.show),
+    ],
+)
+def test_a8_no_process_outlives_a_launcher_that_is_killed(moment, tmp_path):
+    """The run would take hours, so that no rank ends because it is done."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    moments = random.Random(seed)
     program = [f"{ROOT}/src/main_distributed.py", "--num_epochs=1000", "--num_samples=0"]
     join_seconds = str(math.ceil(10 * slowness()))
-    for number in range(3):
-        mark, run = uuid.uuid4().hex, tmp_path / f"run{number}"
-        env = {"MARK": mark, "PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": join_seconds}
-        command = [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"]
-        env = programs.environment() | env
-        process = subprocess.Popen(command, env=env, start_new_session=True, cwd=ROOT)
+    mark, run = uuid.uuid4().hex, tmp_path / "run"
+    env = {"MARK": mark, "PYTHONPATH": f"{ROOT}/src", "DDP_JOIN_SECONDS": join_seconds}
+    command = [f"{BIN}/torchrun", "--nproc_per_node=2", *program, f"--result_dir={run}"]
+    env = programs.environment() | env
+    process = subprocess.Popen(command, env=env, start_new_session=True, cwd=ROOT)
 
-        def left(mark=mark):
-            return cluster.processes(lambda one: one.environ().get("MARK") == mark)
+    def left():
+        return cluster.processes(lambda one: one.environ().get("MARK") == mark)
 
-        try:
-            if number == 0:
-                cluster.wait(lambda process=process: cluster.descendants(process.pid), 0.01)
-            elif number == 1:
-                cluster.wait(lambda run=run: any(run.glob("metrics.jsonl")))
-            else:
-                time.sleep(moments.uniform(0, 10))
-            process.kill()
-            process.wait()
-            # a rank that waits for a group ends by itself after twice DDP_JOIN_SECONDS
-            cluster.wait(lambda left=left: not left())
-        finally:
-            cluster.kill(left())
+    try:
+        if moment == "a rank has just started":
+            cluster.wait(lambda: cluster.descendants(process.pid), 0.01)
+        elif moment == "in training":
+            cluster.wait(lambda: any(run.glob("metrics.jsonl")))
+        else:
+            time.sleep(random.Random(seed).uniform(0, 10))
+        process.kill()
+        process.wait()
+        # a rank that waits for a group ends by itself after twice DDP_JOIN_SECONDS
+        cluster.wait(lambda: not left())
+    finally:
+        cluster.kill(left())

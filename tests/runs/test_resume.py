@@ -46,7 +46,13 @@ MOMENTS = {  # call of the writer in its second save, of step 10 -> newest check
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+SOME = [
+    pytest.param(moment, marks=pytest.mark.show if moment.endswith("the data") else ())
+    for moment in MOMENTS
+]
+
+
+@pytest.mark.parametrize("moment", SOME)
 def test_f2_f19_killed_while_saving(moment, made, tmp_path):
     call, number, newest = MOMENTS[moment]
     folder, flags = tmp_path / "run", faults.MODES["lora"]

@@ -35,7 +35,12 @@ PLACES = {  # the signal comes before this call -> its number, rank, steps that 
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+SOME = [
+    pytest.param(place, marks=pytest.mark.show if "evaluate" in place else ()) for place in PLACES
+]
+
+
+@pytest.mark.parametrize("place", SOME)
 def test_f3_a_signal_stops_the_run_in(place, undisturbed, tmp_path):
     number, rank, step = PLACES[place]
     fault = (faults.signal_before, place.split()[0], number, signal.SIGTERM, rank)

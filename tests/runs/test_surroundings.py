@@ -16,12 +16,14 @@ from unittest import mock
 
 import pytest
 
+import main_distributed
 import programs
 import runs
 from conftest import ROOT
 from ddp_utils import UserError, checkpoints, data
 from lm import token_rows
 from lm.logps import Pair
+from ranks import run_ranks
 
 SCRIPTS = ["main_distributed", "train", "generate_data", "train_loop", "ad/train", "ad/evaluate"]
 SCRIPTS = [f"src/{name}.py" for name in SCRIPTS]
@@ -205,9 +207,16 @@ def test_what_an_old_encoding_lacks_is_printed_as_an_escape_sequence(tmp_path):
 # --- links and permissions ------------------------------------------------------------------------
 
 
-def train(folder, *flags, run="run", **env):
-    words = [sys.executable, ROOT / "src/main_distributed.py", *TINY, "--result_dir", run, *flags]
-    return programs.process(words, cwd=folder, **env)
+def trained(folder, *flags):
+    os.chdir(folder)
+    assert main_distributed.main([*TINY, *flags, "--result_dir", "run"]) == 0
+
+
+def train(folder, *flags):
+    """Train in a process of its own; return what it prints."""
+    outcome = run_ranks(1, trained, folder, *flags)
+    assert outcome.codes == [0], outcome.logs
+    return outcome.logs[0]
 
 
 def test_a_run_folder_may_be_a_symbolic_link_of_the_user(tmp_path):
@@ -215,7 +224,7 @@ def test_a_run_folder_may_be_a_symbolic_link_of_the_user(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "scratch/run")
     train(tmp_path)
     finished(tmp_path / "scratch/run")
-    assert "already finished" in train(tmp_path).stdout
+    assert "already finished" in train(tmp_path)
     train(tmp_path, "--beta", "0.3")
     assert (tmp_path / "run").is_symlink()
     for name, beta in (("run.1", 0.1), ("run", 0.3)):

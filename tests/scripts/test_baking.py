@@ -500,6 +500,7 @@ def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
     assert first > last
 
 
+@pytest.mark.show
 def test_the_lines_of_the_guide(tmp_path):
     """They run in a copy of src/, with fewer replies; without --r, which torchrun would read."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import train
-from ddp_utils import UserError
+from ddp_utils import UserError, policy
 from lm.sharding import deepspeed, deepspeed_engine
 
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -359,6 +359,7 @@ FSDP = {  # file: content, the warning or the error, and the strategy
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.yaml").write_text("training: {}\n")
+    monkeypatch.setattr(policy, "warn_if_bf16_is_slow", lambda: None)  # it depends on the CPU
     if not find_spec("deepspeed"):  # then the values are unchecked
         monkeypatch.setattr(deepspeed, "find_spec", lambda name: True)
         monkeypatch.setattr(deepspeed_engine, "check_values", lambda *_: None)

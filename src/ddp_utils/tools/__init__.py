@@ -1,1 +1,1 @@
-"""What a person calls, `python -m ddp_utils.tools.NAME`; no script imports it."""
+"""What a person calls, `python -m ddp_utils.tools.NAME`; runs use `changes` and `report`."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not(
 # a run of the table of docs/gpu.md for each script and each precision
 SELECTION = [
     (rehearse.rehearse, "dpo full", 1, "fp32"),
-    (rehearse.rehearse, "dpo lora", 2, "bf16"),
+    (rehearse.rehearse, "dpo lora", 1, "bf16"),
     (rehearse.rehearse, "sft lora", 1, "fp16"),
     (rehearse.rehearse, "protein", 2, "fp32"),
     (rehearse.rehearse, "distillation", 1, "bf16"),
