@@ -31,7 +31,7 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.qwen3.modeling_qwen3",
         "peft",
         "main_distributed",
-        "matplotlib.pyplot",  # of what a run imports when it needs it
+        "matplotlib.figure",
         "pytest",  # which the test modules import, in each rank again
         "hypothesis",
     ]

@@ -22,7 +22,7 @@ LORA = words("--fine_tuning lora --learning_rate 1e-3")
 def hurry():
     """Leave out of the runs of this process what their tests do not look at."""
     run_.write_report = lambda *_, **__: ""  # a second
-    models.find_unreached = lambda _: ()  # half a second; the demo's model has no such parts
+    models.find_unreached = lambda _: ()  # half a second; no model of these runs has such parts
     torch.set_num_threads(1)
 
 

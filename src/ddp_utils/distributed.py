@@ -1,6 +1,6 @@
 """Process groups: start under any launcher, reduce over ranks, end with one message.
 
-A script calls whoami() and init_process_group() at its start, and run(main) under __main__. With
+A script calls start() after it has read its settings, and run(main) under __main__. With
 one process on a CPU there is no group, and every function here still works.
 """
 
@@ -129,7 +129,7 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
 def start(config: Any) -> World:
     """Return this process among all; connect to the others, unless it only checks the settings.
 
-    This is the first thing that a script does. config: has backend, timeout_minutes and check.
+    A script calls this after it has read its settings. config: has backend, timeout_minutes and check.
     Raises UserError as choose_device() and init_process_group() do.
     """
     if config.check:

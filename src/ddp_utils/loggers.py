@@ -2,7 +2,6 @@
 
 import os
 import uuid
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,11 @@ from ddp_utils import UserError
 
 def check(kind: str) -> None:
     """Raise UserError if the package of a logger is missing."""
-    if kind == "wandb" and not find_spec("wandb"):
-        raise UserError("--report_to wandb: run pip install wandb")
+    if kind == "wandb":
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise UserError("--report_to wandb: run pip install wandb") from error
 
 
 class TensorBoard:

@@ -9,7 +9,9 @@ and the imports. "rest" is main() without these functions. Prints medians in sec
 
 import argparse
 import functools
+import inspect
 import json
+import pkgutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = {  # a phase -> its functions: module, and name
-    "read and tokenize data": ["main_distributed.read_data", "lm.models.load_tokenizer"],
+    "read and tokenize data": ["main_distributed.read_data", "lm.chat_template.Encoder.of"],
     "check data against the model": ["main_distributed.describe_run"],
     "load the model": ["main_distributed.load_policy"],
     "try the largest step": ["ddp_utils.run.Run.try_largest_steps"],
@@ -60,10 +62,10 @@ def run_one(started, output, flags):
     for phase, names in PHASES.items():
         for name in names:
             owner, _, attribute = name.rpartition(".")
-            module, _, kind = owner.partition(".Run")
-            place = sys.modules[module]
-            place = place.Run if name.count(".Run.") else place
-            setattr(place, attribute, timed(phase, getattr(place, attribute), seconds, running))
+            place = pkgutil.resolve_name(owner)
+            function = timed(phase, getattr(place, attribute), seconds, running)
+            is_bound = inspect.ismethod(getattr(place, attribute))  # of a class
+            setattr(place, attribute, staticmethod(function) if is_bound else function)
     start = time.perf_counter()
     code = main_distributed.main(flags)
     seconds["rest"] = time.perf_counter() - start - running[0]

@@ -133,7 +133,9 @@ def seconds_of_a_start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     words = [*TWO_RANKS, "--check", "--cache_dir", folder / "tokens"]
     start = time.monotonic()
-    subprocess.run(words, env=environment(free_port(), folder), cwd=folder, timeout=LIMIT)
+    subprocess.run(
+        words, env=environment(free_port(), folder), cwd=folder, timeout=LIMIT, check=True
+    )
     return time.monotonic() - start
 
 

@@ -92,7 +92,13 @@ SCRIPTS = {
         dropout=LORA,
     ),
     "sft": Script("train", SFT, rows="--micro_batch_size", dropout=LORA, first_loss=None),
-    "baking": Script("train_loop", BAKING, "--out_dir", dropout=LORA, first_loss=None),
+    "baking": Script(
+        "train_loop",
+        BAKING,
+        "--out_dir",
+        dropout=f"{LORA} --report_to=tensorboard",  # whose files are continued
+        first_loss=None,
+    ),
     "protein": Script("dpo_inv.run_dpo_ddp", PROTEIN),
     "distillation": distillation("", splits=SPLITS),
     "distillation, permuted": distillation("env=darkroom_permuted source=q_learning n_task=40"),
@@ -315,10 +321,7 @@ def lowest(folder):
     return best.get("kl", best.get("loss")), best["step"]
 
 
-SOME = [
-    pytest.param(name, marks=() if name in ("dpo, all weights", "sft, zero3") else pytest.mark.show)
-    for name in BEST
-]
+SOME = [pytest.param(name, marks=() if name != "baking" else pytest.mark.show) for name in BEST]
 
 
 @pytest.mark.parametrize("name", SOME)

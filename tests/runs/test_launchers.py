@@ -33,10 +33,13 @@ def launchers():
     port = str(free_port())
     return {
         "python": ([PYTHON], {}),
-        "torchrun": ([f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2"], {}),
+        "torchrun": (
+            [f"{BIN}/torchrun", "--standalone", "--nproc_per_node=2"],
+            {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        ),
         "torch.distributed.launch": (
             [PYTHON, "-m", "torch.distributed.launch", "--nproc_per_node=2"],
-            {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+            {},
         ),
         "accelerate": ([f"{BIN}/accelerate", "launch", *ACCELERATE], {"ACCELERATE_USE_CPU": "1"}),
         "deepspeed": ([f"{BIN}/deepspeed", "--num_gpus=2", f"--master_port={port}"], {}),
@@ -69,7 +72,7 @@ def launch(name, folder):
     return json.loads((folder / "summary.json").read_text())["test"]["loss"]
 
 
-ALIKE = {"mpirun", "torch.distributed.launch"}  # to mpiexec, to torchrun
+ALIKE = {"torch.distributed.launch"}  # to torchrun
 NAMES = [
     pytest.param(name, marks=pytest.mark.show if name in ALIKE else ())
     for name in launchers()
@@ -170,7 +173,6 @@ def test_check_of_baking_reads_the_flags_of_the_second_program():
     assert done.stderr.startswith("error: --learning_rat is not a setting; did you mean")
 
 
-@pytest.mark.show
 def test_a_closed_pipe_does_not_stop_a_run(tmp_path):
     flags = f"--max_steps 3 --max_rows 16 --num_samples 0 --result_dir {tmp_path / 'run'} "
     flags += f"--val_data {runs.PAIRS} --test_data {runs.PAIRS}"

@@ -70,8 +70,14 @@ def test_what_is_not_asked_for_is_not_imported(tmp_path):
         assert (tmp_path / name / "run/tensorboard").exists() == (name == "tensorboard")
 
 
-def test_a_logger_that_is_not_there(tmp_path, monkeypatch):
-    """A package that cannot be imported costs one line."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_logger_that_cannot_be_imported_is_one_line(is_installed, tmp_path, monkeypatch):
+    """It is absent, or one of its own packages does not fit."""
+    if is_installed:
+        (tmp_path / "wandb.py").write_text("raise ImportError('protobuf')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="^--report_to wandb: run pip install wandb$"):
         loggers.check("wandb")

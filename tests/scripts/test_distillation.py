@@ -172,6 +172,16 @@ def test_each_launcher_trains_alike(launcher, size, name, words, one, histories,
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {"step-00000003"}
 
 
+FP16 = "error: --mixed_precision: fp16 is not supported on a CPU; use no"
+
+
+def test_fp16_on_a_cpu_is_one_line(histories, tmp_path):
+    words = [f"traj_file={histories}", f"output_dir={tmp_path / 'run'}", "mixed_precision=fp16"]
+    outcome = run_ranks(1, train.main, [*SMALL, *words])
+    assert (outcome.codes, outcome.logs) == ([2], [FP16 + "\n"])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.show
 def test_the_launchers_precision_overrides_the_settings(histories, tmp_path):
     """On a CPU, fp16 is an error of one line, wherever it comes from; bf16 trains."""
@@ -180,9 +190,7 @@ def test_the_launchers_precision_overrides_the_settings(histories, tmp_path):
     command = [*ACCELERATE, "--num_processes", "1", "--num_machines", "1", "--mixed_precision"]
     done = programs.process([*command, "fp16", SCRIPT, *words, "mixed_precision=no"], code=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line == "error: --mixed_precision: fp16 is not supported on a CPU; use no"
-    outcome = run_ranks(1, train.main, [*words, "mixed_precision=fp16"])
-    assert (outcome.codes, outcome.logs) == ([2], [line + "\n"])
+    assert line == FP16
     assert not (tmp_path / "run").exists()
     done = programs.process([*command, "bf16", SCRIPT, *words])
     assert "Mixed precision: bf16" in done.stdout

@@ -27,6 +27,7 @@ SELECTION = [
     (rehearse.rehearse, "dpo full", 1, "fp32"),
     (rehearse.rehearse, "dpo lora", 1, "bf16"),
     (rehearse.rehearse, "sft lora", 1, "fp16"),
+    (rehearse.rehearse, "baking", 1, "bf16"),
     (rehearse.rehearse, "protein", 2, "fp32"),
     (rehearse.rehearse, "distillation", 1, "bf16"),
 ]
