@@ -129,8 +129,8 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
 def start(config: Any) -> World:
     """Return this process among all; connect to the others, unless it only checks the settings.
 
-    A script calls this after it has read its settings. config: has backend, timeout_minutes and check.
-    Raises UserError as choose_device() and init_process_group() do.
+    A script calls this after it has read its settings, of which backend, timeout_minutes and check
+    are used. Raises UserError as choose_device() and init_process_group() do.
     """
     if config.check:
         return choose_device(whoami(), config.backend)
