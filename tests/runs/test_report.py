@@ -195,9 +195,9 @@ def test_each_warning_is_in_summary_report_and_card(tmp_path, monkeypatch, capsy
     flags += ["--num_workers", "4"]
     load, choose = models.load_tokenizer, sampling.choose_way
 
-    def load_tokenizer(*names):
+    def load_tokenizer(*names, **options):
         distributed.warn("warning: of an adapter")
-        return load(*names)
+        return load(*names, **options)
 
     def choose_way(*arguments):
         distributed.warn("warning: of replies")
