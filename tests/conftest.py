@@ -59,6 +59,8 @@ def no_traces():
     assert not run or run.write_report.__module__ == run.__name__, "it has replaced write_report"
     distributed = sys.modules.get("ddp_utils.distributed")
     assert not distributed or distributed._store is None, "it has left a group of processes"
+    if distributed:
+        distributed.warnings.clear()  # each is printed once in a process
     cli = sys.modules.get("ddp_utils.cli")
     if cli:
         cli.noted.clear()

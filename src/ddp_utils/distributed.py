@@ -1,7 +1,7 @@
 """Process groups: start under any launcher, reduce over ranks, end with one message.
 
-A script calls start() after it has read its settings, and run(main) under __main__. With
-one process on a CPU there is no group, and every function here still works.
+A script calls start() after it has read its settings, and run(main) under __main__. With one
+process on a CPU there is no group, and every function here still works.
 """
 
 import contextlib

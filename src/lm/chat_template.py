@@ -129,7 +129,10 @@ class Encoder:
 
     @classmethod
     def of(cls, config: Any, date: str = "", needs_weights: bool = True) -> "Encoder":
-        """Return the encoder of the settings of a script; needs_weights: as of load_tokenizer()."""
+        """Return the encoder that the settings of a script describe.
+
+        date: as of Encoder; needs_weights: False if the model is not loaded.
+        """
         names = config.model_name, config.init_adapter, config.chat_template
         tokenizer = models.load_tokenizer(*names, needs_weights=needs_weights)
         shape = config.max_length, config.truncation, config.chat_template_kwargs

@@ -311,7 +311,7 @@ ROWS = {"demo": 4, "attention": 12, "resume": 2, "fp16": 3, "memory": 6, "kernel
 ROWS |= {"generation": 2, "sharding": 7, "commands": 5, "protein": 2, "distillation": 1}
 ROWS |= {"baking": 1}
 ROWS |= dict.fromkeys(["speed:long:ours", "speed:hh:ours", *sorted(NEEDS_TRL)], 1)
-FAST = {"generation"}  # and their code is not that of the rehearsal on a CPU
+FAST = {"generation"}  # and its code is not that of the rehearsal on a CPU
 MARKED = [pytest.param(name, marks=() if name in FAST else pytest.mark.show) for name in ROWS]
 
 

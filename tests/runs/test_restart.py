@@ -138,8 +138,6 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
 )
 def test_a8_no_process_outlives_a_launcher_that_is_killed(moment, tmp_path):
     """The run would take hours, so that no rank ends because it is done."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     program = [f"{ROOT}/src/main_distributed.py", "--num_epochs=1000", "--num_samples=0"]
     join_seconds = str(math.ceil(10 * slowness()))
     mark, run = uuid.uuid4().hex, tmp_path / "run"
@@ -157,7 +155,9 @@ def test_a8_no_process_outlives_a_launcher_that_is_killed(moment, tmp_path):
         elif moment == "in training":
             cluster.wait(lambda: any(run.glob("metrics.jsonl")))
         else:
-            time.sleep(random.Random(seed).uniform(0, 10))
+            seconds = random.uniform(0, 10)
+            print(f"killed after {seconds:.3f} s")
+            time.sleep(seconds)
         process.kill()
         process.wait()
         # a rank that waits for a group ends by itself after twice DDP_JOIN_SECONDS

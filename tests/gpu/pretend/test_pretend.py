@@ -22,7 +22,7 @@ from pretend import rehearse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not())
 
-# a run of the table of docs/gpu.md for each script and each precision
+# of the runs of docs/gpu.md, one for each training script; together they use each precision
 SELECTION = [
     (rehearse.rehearse, "dpo full", 1, "fp32"),
     (rehearse.rehearse, "dpo lora", 1, "bf16"),
