@@ -5,6 +5,7 @@ process on a CPU there is no group, and every function here still works.
 """
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -454,6 +455,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     code = 1
     open_standard_streams()
     check_clone()
+    gc.freeze()  # what the imports created lives to the end, so no collection need look at it
+    gc.enable()
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _frame: _signals.append(number))

@@ -43,6 +43,16 @@ def test_a_fork_that_raises_shows_the_traceback(tmp_path):
     assert code == 1 and error.endswith("ZeroDivisionError: division by zero\n")
 
 
+def test_garbage_is_collected_in_the_work_of_a_program_but_not_in_its_imports(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import gc\nfrom ddp_utils import cli\ncli.check_flags(print)\nprint(gc.isenabled())\n"
+        "from ddp_utils import distributed as d\n"
+        "d.run(lambda: print(gc.isenabled(), gc.get_freeze_count() > 10**5))\n"
+    )
+    done = programs.start("program.py", cwd=tmp_path)
+    assert done == (0, "[]\nFalse\nTrue True\n", "")
+
+
 def test_distributed_setup_writes_where_it_is_called(tmp_path):
     """From any folder, without src/ on the path."""
     words = ("fsdp", "--sharding_strategy", "FULL_SHARD")
