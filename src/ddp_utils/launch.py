@@ -19,15 +19,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ddp_utils import (
-    UserError,
-    check_clone,
-    cpus,
-    end_with_parent,
-    open_standard_streams,
-    parse_number,
-    save_seconds,
-)
+from ddp_utils import cli, cpus, end_with_parent, parse_number, save_seconds
 
 END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
 
@@ -104,17 +96,16 @@ def main(count: str, *program: str) -> int:
     return 130 if signal.SIGINT in received else status
 
 
-if __name__ == "__main__":
-    open_standard_streams()
-    check_clone()
+def launch(words: list[str]) -> int:
+    """Print the help, or forward signals and run the programs; return the exit status."""
+    if len(words) < 2:
+        is_help = words in (["-h"], ["--help"])
+        print(__doc__, end="", file=sys.stdout if is_help else sys.stderr)
+        return 0 if is_help else 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, forward)
-    if len(sys.argv) < 3:
-        is_help = sys.argv[1:] in (["-h"], ["--help"])
-        print(__doc__.strip(), file=sys.stdout if is_help else sys.stderr)
-        sys.exit(0 if is_help else 2)
-    try:
-        sys.exit(main(*sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    return main(*words)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: launch(sys.argv[1:]))
