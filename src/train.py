@@ -109,15 +109,17 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, rows: Any, config: Config, run: Run) -> dict[str, float]:
-    """Return exact means over validation rows: each counts once, on any number of ranks."""
+def evaluate(
+    policy: Policy, rows: Any, config: Config, run: Run, split: str = "val"
+) -> dict[str, float]:
+    """Return exact means over the rows of a split: each counts once, on any number of ranks."""
     world = run.world
     averages = Averages(world, ["loss"], PER_TOKEN)
     scorer = policy.scorer
     size = config.micro_batch_size
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
-        for micro_batch in run.evaluation("val", micro_batches, averages):
+        for micro_batch in run.evaluation(split, micro_batches, averages):
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             per_row, metrics = loss_of(scorer, batch)
             weight = to_device(micro_batch.weight, world.device)
@@ -268,6 +270,9 @@ def fine_tune(config: Config) -> int:
             values = train_step(policy, step, rows, data, config, run)
             score = partial(logps.score, policy.scorer, examples, world, config.micro_batch_size)
             checks.check_step(policy, step, values, examples, score, config.fine_tuning)
+            if step == 0 and not config.lora_dropout:
+                expected = evaluate(policy, examples, config, run, "the first batch")["loss"]
+                checks.check_loss(policy, values["loss"], expected, "for the same rows")
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)

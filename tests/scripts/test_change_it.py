@@ -30,7 +30,7 @@ CHANGES = [section.partition("\n")[0] for section in SECTIONS if "```diff" in se
 SCRIPT = "src/main_distributed.py"
 COPY = "src/my_dpo.py"
 TINY = runs.words("--max_rows 12 --batch_size 1 --max_steps 4 --num_samples 0 --sft_weight 0")
-TINY += runs.words("--num_epochs 9 --report_to none --warmup_ratio 0")
+TINY += runs.words("--num_epochs 9 --report_to none --warmup_ratio 0 --max_eval_rows 2")
 
 
 def copied(folder):
@@ -145,7 +145,7 @@ def test_a_changed_script_resumes_and_is_the_same_on_two_processes(heading, tmp_
     tree = change(tmp_path / "project", heading)
     (tree / "src/mlflow.py").write_text(FAKE)
     flags = [*own_data(tree).get(heading, []), "--batch_size", "2", "--eval_every", "2"]
-    flags += runs.words("--save_every 1 --keep_checkpoints 9 --max_eval_rows 2")
+    flags += runs.words("--save_every 1 --keep_checkpoints 9")
     whole = train(tree, *flags)
     validation, state = runs.lines(tree / "run", "val"), state_of(tree)
     for step in (3, 4):
@@ -190,6 +190,26 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
     assert "the loss is 2.000000 (expected 1.000000, as loss_of() has it" in error
 
 
+def test_a_loss_of_sft_that_only_training_has_is_an_error_before_the_first_update(tmp_path):
+    """loss_of() gives twice the mean over the rows of the gradient and of the logged loss."""
+    (tmp_path / "src").mkdir()
+    script, line = (
+        (ROOT / "src/train.py").read_text(),
+        "per_row, metrics = loss_of(policy, batch)\n",
+    )
+    assert script.count(line) == 1
+    script = script.replace(line, f"{line}        per_row = per_row / 2\n")
+    (tmp_path / "src/my_sft.py").write_text(script)
+    flags = runs.words(
+        "--max_rows 8 --micro_batch_size 2 --max_steps 1 --val_share 0 --output_dir run"
+    )
+    outcome = run_ranks(2, main_of, tmp_path, "src/my_sft.py", flags)
+    assert outcome.codes == [2, 2], outcome.logs
+    found = r"the loss is (\d\.\d+) \(expected (\d\.\d+), as loss_of\(\) has it for the same rows\)"
+    logged, expected = map(float, re.search(found, "".join(outcome.logs)).groups())
+    assert logged == pytest.approx(expected / 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_gradient_of_another_loss_than_the_logged_one_is_an_error(changed):
     """On two processes, with two micro-batches."""
@@ -230,7 +250,7 @@ def test_a_weight_per_pair(changed):
     script.write_text(script.read_text().replace('extra["importance"]', 'extra["weight"]'))
     weights = [0.5, 2.0, 1.0, 4.0, 0.25, 8.0]
     flags = [*weighted(changed, weights), "--extra_fields", "weight", "--batch_size", "2"]
-    flags += ["--eval_every", "3", "--learning_rate", "1e-3", "--max_steps", "3"]
+    flags += runs.words("--eval_every 3 --max_eval_rows 6 --learning_rate 1e-3 --max_steps 3")
     steps = train(changed, *flags)
     log_2 = math.log(2)
     assert steps[0]["loss"] == pytest.approx(1.25 * log_2, abs=1e-6)
@@ -349,7 +369,7 @@ def weights_of(tensors, kind):
 def test_averaged_weights(changed):
     """0.9 of the average and 0.1 of the weights, by hand; they are saved, and were evaluated."""
     flags = runs.words("--save_every 1 --keep_checkpoints 9 --eval_every 4 --batch_size 2")
-    train(changed, *flags, "--learning_rate", "1e-3", "--max_eval_rows", "2")
+    train(changed, *flags, "--learning_rate", "1e-3")
     steps = [
         load_file(changed / f"run/checkpoints/step-0000000{step}/state.safetensors")
         for step in (1, 2, 3, 4)
@@ -367,7 +387,7 @@ def test_averaged_weights(changed):
     assert not all(torch.equal(saved[name], last[name].to(torch.bfloat16)) for name in averages)
     evaluated = runs.lines(changed / "run", "val")[-1]
     after = ["--model_name", str(changed / "run/model"), "--max_steps", "0"]
-    train(changed, *after, "--max_eval_rows", "2", folder="after", script=SCRIPT)
+    train(changed, *after, folder="after", script=SCRIPT)
     scored = runs.lines(changed / "after", "val")[0]
     assert evaluated["step"] == 4
     for name in ("logps/chosen", "logps/rejected"):

@@ -27,7 +27,7 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
     "main_distributed": (32, 5560),
-    "train": (33, 5650),
+    "train": (33, 5660),
     "train_loop": (34, 5400),
     "generate_data": (26, 4650),
     "dpo_inv.run_dpo_ddp": (26, 4520),
@@ -35,7 +35,7 @@ REACHED = {
     "ad.train": (23, 3670),
     "ad.evaluate": (15, 2420),
 }
-AFTER_THE_DEMO = (35, 5820)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (35, 5830)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3080)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2720, "ad.train": 2720}
