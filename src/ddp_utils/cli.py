@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gc
 import inspect
 import json
@@ -241,6 +242,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
     return parser
 
 
+@functools.cache  # flags are read more than once, and the source is parsed for each part
 def comments_of(config_class: type) -> dict[str, tuple[str, str]]:
     """Return field -> (heading of its group, help), from the source; a first definition counts."""
     comments: dict[str, tuple[str, str]] = {}

@@ -22,7 +22,7 @@ import scale
 from conftest import LIMIT, ROOT
 from ddp_utils import data_sets, distributed
 from lm import model_files, models
-from ranks import free_port, run_ranks
+from ranks import free_port, run_ranks, slowness
 
 DEMO = ROOT / "data/demo/model"
 
@@ -127,35 +127,22 @@ def test_an_answer_of_the_hub_is_one_line_with_the_way_out(port, tmp_path):
 TWO_RANKS = [sys.executable, "-m", "ddp_utils.launch", "2", ROOT / "src/main_distributed.py"]
 
 
-@pytest.fixture(scope="module")
-def seconds_of_a_start(tmp_path_factory):
-    """Seconds that two ranks need for a check of the demo, which needs no network."""
-    folder = tmp_path_factory.mktemp("start")
-    words = [*TWO_RANKS, "--check", "--cache_dir", folder / "tokens"]
-    start = time.monotonic()
-    subprocess.run(
-        words, env=environment(free_port(), folder), cwd=folder, timeout=LIMIT, check=True
-    )
-    return time.monotonic() - start
-
-
 @pytest.mark.parametrize(
     "setting", ["model_name", pytest.param("init_adapter", marks=pytest.mark.show), "train_data"]
 )
-def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(
-    setting, seconds_of_a_start, tmp_path
-):
+def test_without_a_network_it_is_one_line_of_two_ranks_within_seconds(setting, tmp_path):
     if setting == "train_data":
         pytest.importorskip("datasets", reason="pip install -r requirements-data.txt")
     flags = {"train_data": runs.PAIRS, setting: "org/name", "fine_tuning": "lora"}
     words = [word for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
     env = environment(free_port(), tmp_path / "home")  # nobody listens there
     options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}
+    limit = 45 * slowness()  # in all 5 s of waiting; it was 50 s, and a start needs 10 to 15
     start = time.monotonic()
     done = subprocess.run([*TWO_RANKS, *words], cwd=tmp_path, **options)
     seconds = time.monotonic() - start
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert seconds < 20 + 2 * seconds_of_a_start  # in all 5 s of waiting; it was 50 s
+    assert seconds < limit
     cache = os.path.join(tmp_path, "home", "hub")
     kind = "dataset" if setting == "train_data" else "model"
     for text in (

@@ -136,7 +136,7 @@ SCRIPTS = {  # command line
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["dpo", pytest.param("sft", marks=pytest.mark.show)])
 def test_a_run_in_slow_bf16_says_so_before_training_and_in_its_report(name, tmp_path):
     """In a process of its own, since torch reads the variables once."""
     flags = [*SCRIPTS[name].split(), tmp_path / "run", "--max_steps=1", "--max_rows=64"]

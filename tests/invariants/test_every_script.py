@@ -321,7 +321,8 @@ def lowest(folder):
     return best.get("kl", best.get("loss")), best["step"]
 
 
-SOME = [pytest.param(name, marks=() if name != "baking" else pytest.mark.show) for name in BEST]
+ALIKE = {"baking", "sft"}  # to DPO, and to SFT with FSDP
+SOME = [pytest.param(name, marks=pytest.mark.show if name in ALIKE else ()) for name in BEST]
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -12,6 +12,7 @@ from ddp_utils import UserError, loggers
 from ranks import ranks
 
 TINY = runs.words("--max_rows 8 --batch_size 4 --max_steps 2 --num_samples 0 --result_dir run")
+TINY += ["--max_eval_rows", "8"]
 TINY += runs.words("--train_data data/demo/preferences_train.jsonl")
 
 

@@ -67,12 +67,12 @@ def test_f1_torchrun_restarts_a_killed_rank_and_the_weights_are_the_same(undistu
     assert faults.is_equal(folder, undisturbed)
 
 
-LONG = runs.words("--max_steps 60")  # so that a signal from outside comes in time
+LONG = runs.words("--max_steps 40")  # so that a signal from outside comes in time
 
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
-    """Folder of an undisturbed run of 60 steps."""
+    """Folder of an undisturbed run of 40 steps."""
     folder = tmp_path_factory.mktemp("long") / "run"
     faults.finished(faults.start(2, folder, *LORA, *LONG))
     return folder
@@ -102,7 +102,7 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
         assert process.wait(LIMIT) == 85, process.log.read_text()
     assert set().union(*sockets) == {"127.0.0.1"}  # torchrun's too
     stopped = faults.summary(folder)
-    assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 60
+    assert stopped["status"] == "preempted" and 3 <= stopped["step"] < 40
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
     assert f"resumes after step {stopped['step']}" in outcome.logs[0]
     assert faults.is_equal(folder, long_run)

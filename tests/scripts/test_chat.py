@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import programs
+import runs
 from conftest import LIMIT, ROOT
 from ddp_utils import UserError, distributed
 from lm import chat, logps, lora, models, sampling
 from lm.chat_template import Encoder
+from ranks import ranks, run_ranks
 
 DEMO = str(ROOT / "data/demo/model")
 QUESTION = "Where is the cat?"
@@ -25,10 +27,9 @@ GREEDY = ("--temperature", "0", "--max_new_tokens", "12")
 def run(tmp_path_factory):
     """Return the folder of a run that has changed its model visibly."""
     folder = tmp_path_factory.mktemp("chat") / "run"
-    flags = "--max_rows 32 --max_steps 3 --num_samples 0 --fine_tuning lora --learning_rate 0.03"
-    flags += f" {' '.join(GREEDY)}"
-    command = [sys.executable, "src/main_distributed.py", *flags.split(), "--result_dir", folder]
-    programs.process(command)
+    flags = runs.words("--max_rows 32 --max_eval_rows 8 --max_steps 3 --num_samples 0")
+    flags += [*runs.words("--fine_tuning lora --learning_rate 0.03"), *GREEDY]
+    ranks(1, runs.main, [*flags, "--result_dir", str(folder)])
     return folder
 
 
@@ -45,14 +46,25 @@ def expected(adapter):
     return encoder.tokenizer.decode(reply[0], skip_special_tokens=True).strip()
 
 
+def chat_about(text, words):
+    sys.stdin = io.StringIO(text)
+    return chat.main(words)
+
+
 def answer(*words, text=f"{QUESTION}\n"):
     """Return what is printed for the questions in a text, below the line on the history."""
-    words = ["-m", "lm.chat", *words]
+    outcome = run_ranks(1, chat_about, text, words)
+    assert outcome.codes == [0], outcome.logs
+    return outcome.logs[0].partition("\n")[2]
+
+
+def test_a_chat_is_a_program_that_reads_questions():
     env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
     options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}
-    done = subprocess.run([sys.executable, *words], input=text, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.partition("\n")[2]
+    words = [sys.executable, "-m", "lm.chat", DEMO, *GREEDY]
+    done = subprocess.run(words, input=f"{QUESTION}\n", **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.partition("\n")[2] == f"> {expected(None)}\n> \n"
 
 
 def test_the_result_answers_and_with_before_the_model_before_training(run):
@@ -178,6 +190,7 @@ def test_stats_are_the_time_to_the_first_token_and_the_speed_after_it(monkeypatc
         streamer.put(torch.tensor(token).view(-1))
     assert streamer.stats(0.5) == "[first token after 1.50 s, then 2.0 tokens/s, 3 tokens]"
     assert not streamer.times
+    monkeypatch.undo()
     printed = answer(DEMO, "--stats", *GREEDY)
     assert re.search(
         r"^\[first token after \d+\.\d\d s, then .* tokens/s, \d+ tokens\]$", printed, re.M

@@ -1,9 +1,11 @@
 """The demo, as a newcomer starts it: it learns, it stays right, and the files show it."""
 
+import html
 import importlib.util
 import json
 import random
 import re
+import shlex
 
 import pytest
 import torch
@@ -90,9 +92,12 @@ def check_learned(before, after, test):
 
 def test_a_newcomer_watches_the_demo_learn(tmp_path):
     done = shell("2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     folder = tmp_path / "results/dpo"
     assert done.stdout.rstrip().endswith("python -m lm.chat results/dpo")
+    typed = shlex.join([str(ROOT / "run_distributed.sh"), "2"])
+    assert json.loads((folder / "environment.json").read_text())["command"] == typed
+    assert "run_distributed.sh 2 --restart<" in html.unescape((folder / "report.html").read_text())
     steps = re.findall(r"(?m)^step +(\d+) ", done.stdout)
     assert steps[:3] == ["1", "4", "8"] and steps[-1] == "100" and len(steps) == 26
     assert (folder / "metrics.jsonl").read_text().count('"split": "train"') == 100

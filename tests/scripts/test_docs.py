@@ -22,6 +22,7 @@ import programs
 import runs
 from conftest import ROOT
 from ddp_utils import cli
+from ranks import ranks
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "results/README.md"]
 # what a reader has in the clone and this machine has not: path -> a file or folder
@@ -192,7 +193,7 @@ def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
     (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     flags = runs.words("--max_steps 3 --max_rows 24 --num_samples 0 --log_every 1000")
     flags += ["--val_data", runs.PAIRS, "--test_data", runs.PAIRS]
-    programs.process([sys.executable, ROOT / "src/main_distributed.py", *flags], cwd=tmp_path)
+    ranks(1, runs.main, [*flags, "--result_dir", str(tmp_path / "results/dpo")])
     shown = programs.process([sys.executable, "-c", snippet], cwd=tmp_path).stdout
     assert "Where is the cat?" in shown
 

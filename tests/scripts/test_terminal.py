@@ -1,22 +1,27 @@
-"""What a person sees of a run: on terminals of 80 and 100 columns, in a pipe, of a failed run."""
+"""What a person sees of a run: on terminals of 80 and 100 columns, in a file, of a failed run."""
 
 import io
+import os
 import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+import main_distributed
 import programs
 import runs
 from conftest import ROOT
 from ddp_utils import terminal
 from ddp_utils.distributed import World
 from ddp_utils.run import Run
+from ranks import run_ranks
 from terminal import ESCAPE, on_a_terminal
 
 SCRIPT = str(ROOT / "src/main_distributed.py")
-SHORT = runs.words("--max_steps 6 --max_rows 96 --num_samples 4 --max_new_tokens 12")
+SHORT = runs.words(
+    "--max_steps 6 --max_rows 96 --max_eval_rows 24 --num_samples 4 --max_new_tokens 12"
+)
 
 
 def widest(output):
@@ -61,17 +66,22 @@ def judge():
     return ROOT / "data/demo/judge.py:score"
 
 
-def test_a_run_in_a_pipe(tmp_path):
-    command = ["-u", SCRIPT, *SHORT, "--result_dir", "run"]
-    done = programs.process([sys.executable, *command], cwd=tmp_path)
-    assert done.stderr == ""
-    assert widest(done.stdout) <= 80, done.stdout
-    steps = re.findall(r"^step +(\d+) \| loss .*$", done.stdout, re.M)
+def main_in(folder, flags):
+    os.chdir(folder)
+    return main_distributed.main(flags)
+
+
+def test_a_run_without_a_terminal(tmp_path):
+    outcome = run_ranks(1, main_in, tmp_path, [*SHORT, "--result_dir", "run"])
+    assert outcome.codes == [0], outcome.logs
+    (text,) = outcome.logs
+    assert widest(text) <= 80, text
+    steps = re.findall(r"^step +(\d+) \| loss .*$", text, re.M)
     assert steps == list("123456")
-    assert re.search(r"^loss +dpo, beta 0.1, sft_weight 1$", done.stdout, re.M)
+    assert re.search(r"^loss +dpo, beta 0.1, sft_weight 1$", text, re.M)
     paths = [f"data/demo/preferences_{split}.jsonl" for split in ("train", "val", "test")]
-    assert " ".join(["files", *paths]) in " ".join(done.stdout.split())
-    check_summary(done.stdout)
+    assert " ".join(["files", *paths]) in " ".join(text.split())
+    check_summary(text)
 
 
 def test_a_long_phase_in_a_pipe_is_one_line_with_the_time_left(monkeypatch, capsys):
