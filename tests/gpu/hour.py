@@ -112,8 +112,8 @@ REHEARSED = """
 
 `python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on pretended
 GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a GPU would check it,
-and the CPU computes it. The checks cover devices, dtypes, autocast, reads and copies for which the
-host waits, fused AdamW, and operations that NCCL does not support.
+and the CPU computes it. The checks cover devices, dtypes, autocast, host-device synchronization,
+fused AdamW, and operations that NCCL does not support.
 
 {done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them ended
 with status 0 and had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each run;
