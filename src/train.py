@@ -110,21 +110,37 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, rows: Any, config: Config, run: Run, split: str = "val"
+    policy: Policy, rows: Any, config: Config, run: Run, split: str = ""
 ) -> dict[str, float]:
-    """Return exact means over the rows of a split: each counts once, on any number of ranks."""
+    """Return exact means over rows: each counts once, on any number of ranks.
+
+    split: its name, if the run may stop within it.
+    """
     world = run.world
     averages = Averages(world, ["loss"], PER_TOKEN)
     scorer = policy.scorer
     size = config.micro_batch_size
     with logps.dropout_off(scorer):
         micro_batches = scorer.micro_batches(range(len(rows)), rows, world, size)
-        for micro_batch in run.evaluation(split, micro_batches, averages):
+        if split:
+            micro_batches = run.evaluation(split, micro_batches, averages)
+        for micro_batch in micro_batches:
             batch = scorer.collate([rows[row] for row in micro_batch.index], world.device)
             per_row, metrics = loss_of(scorer, batch)
             weight = to_device(micro_batch.weight, world.device)
             averages.add(metrics | {"loss": per_row, "size": batch.tokens[0]}, weight)
     return averages.reduce()
+
+
+def check_first_loss(policy: Policy, loss: float, rows: list, config: Config, run: Run) -> None:
+    """Check, in fp32, that the loss of the first step is that of validation for the same rows.
+
+    Raises UserError with both losses.
+    """
+    has_dropout = config.lora_dropout and config.init_adapter  # B of a new LoRA is 0
+    if policy.precision == torch.float32 and not has_dropout:
+        expected = evaluate(policy, rows, config, run)["loss"]
+        checks.check_loss(policy, loss, expected, "for the same rows")
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -259,7 +275,7 @@ def fine_tune(config: Config) -> int:
 
         def validate(step: int) -> None:
             is_due = bool(data["val"]) and plan.due(config.eval_every, step)
-            run.validate(step, is_due, lambda: evaluate(policy, data["val"], config, run))
+            run.validate(step, is_due, lambda: evaluate(policy, data["val"], config, run, "val"))
 
         # loop: one turn is one optimizer step
         validate(done)
@@ -270,9 +286,8 @@ def fine_tune(config: Config) -> int:
             values = train_step(policy, step, rows, data, config, run)
             score = partial(logps.score, policy.scorer, examples, world, config.micro_batch_size)
             checks.check_step(policy, step, values, examples, score, config.fine_tuning)
-            if step == 0 and not config.lora_dropout:
-                expected = evaluate(policy, examples, config, run, "the first batch")["loss"]
-                checks.check_loss(policy, values["loss"], expected, "for the same rows")
+            if step == 0:
+                check_first_loss(policy, values["loss"], examples, config, run)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             values["epoch"] = plan.epoch(step + 1)

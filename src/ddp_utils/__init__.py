@@ -160,7 +160,8 @@ def check_clone() -> None:
     """End this program if it belongs to another clone of the project than this package.
 
     An environment has one clone installed, whose code `python -m` would run in any other clone.
-    Every program calls this under __main__, through cli.check_flags() or distributed.run().
+    Every program calls this under __main__, through check_flags() or run() of cli, or
+    distributed.run().
     """
     try:
         clone = clone_of_program()

@@ -65,7 +65,7 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
         exit_with(error)
     if os.environ.get(ONLY_FLAGS):
         sys.exit(0)
-    gc.disable()  # a fifth of the time of the imports that follow; distributed.run() enables it
+    gc.disable()  # it would take a fifth of the imports that follow; distributed.run() enables it
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -242,7 +242,7 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
     return parser
 
 
-@functools.cache  # flags are read more than once, and the source is parsed for each part
+@functools.cache  # flags are read twice, and getsource() parses a whole file
 def comments_of(config_class: type) -> dict[str, tuple[str, str]]:
     """Return field -> (heading of its group, help), from the source; a first definition counts."""
     comments: dict[str, tuple[str, str]] = {}

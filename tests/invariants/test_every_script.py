@@ -109,6 +109,7 @@ SCRIPTS = {
         DPO.replace("--sft_weight=0 ", "") + "--method=orpo --learning_rate=3e-4",
         "--result_dir",
         of_all=True,
+        splits=SPLITS[:2],
         first_loss=None,
     ),
 }
@@ -344,6 +345,15 @@ def test_the_best_is_that_of_a_run_that_had_ended_there(name, best_of, tmp_path)
     faults.finished(start(2, script, run, flags))
     assert faults.is_equal(run, whole)
     assert faults.steps(run) == [best, STEPS]
+
+
+@pytest.mark.parametrize("name", ["dpo, lora", "sft", "baking", "protein", "distillation"])
+def test_a_signal_in_the_first_step_is_obeyed_after_it(name, data, tmp_path):
+    """Each start must do at least one step, or a job that is queued again never ends."""
+    flags = flags_of(name, data, 1)
+    fault = faults.signal_in_backward, 0, 0, signal.SIGTERM
+    assert start(1, name, tmp_path / "run", flags, fault).codes == [85]
+    assert faults.summary(tmp_path / "run")["step"] == 1
 
 
 def test_a_stop_within_a_validation_does_not_lose_it(best_of, tmp_path):

@@ -191,18 +191,15 @@ def test_a_loss_that_only_training_has_is_an_error_before_the_first_update(chang
 
 
 def test_a_loss_of_sft_that_only_training_has_is_an_error_before_the_first_update(tmp_path):
-    """loss_of() gives twice the mean over the rows of the gradient and of the logged loss."""
+    """The copy halves what loss_of() returns, in the gradient and in the logged loss alike."""
     (tmp_path / "src").mkdir()
-    script, line = (
-        (ROOT / "src/train.py").read_text(),
-        "per_row, metrics = loss_of(policy, batch)\n",
-    )
+    script = (ROOT / "src/train.py").read_text()
+    line = "per_row, metrics = loss_of(policy, batch)\n"
     assert script.count(line) == 1
     script = script.replace(line, f"{line}        per_row = per_row / 2\n")
     (tmp_path / "src/my_sft.py").write_text(script)
-    flags = runs.words(
-        "--max_rows 8 --micro_batch_size 2 --max_steps 1 --val_share 0 --output_dir run"
-    )
+    flags = runs.words("--max_rows 8 --micro_batch_size 2 --max_steps 1 --val_share 0")
+    flags += ["--output_dir", "run"]
     outcome = run_ranks(2, main_of, tmp_path, "src/my_sft.py", flags)
     assert outcome.codes == [2, 2], outcome.logs
     found = r"the loss is (\d\.\d+) \(expected (\d\.\d+), as loss_of\(\) has it for the same rows\)"
