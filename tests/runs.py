@@ -14,7 +14,7 @@ from lm import models
 # what a comparison to the letter needs; the demo model is the default
 PAIRS = str(Path(__file__).parent / "data/pairs.jsonl")  # eight of the demo's test pairs
 QUIET = words("--log_every 1000 --lr_scaling none --warmup_ratio 0 --sft_weight 0 --num_samples 0")
-QUIET += ["--test_data", PAIRS, "--max_eval_rows", "8", "--report_to", "none"]
+QUIET += ["--test_data", PAIRS, "--report_to", "none"]
 FULL = words("--fine_tuning full --learning_rate 3e-4")
 LORA = words("--fine_tuning lora --learning_rate 1e-3")
 

@@ -29,7 +29,7 @@ def test_a_flipped_bit_changes_no_weight_or_is_one_line(tmp_path):
     assert {"reference_logps.safetensors", "parts/before.safetensors"} <= {str(f) for f in files}
     generator = random.Random(12)
     went_on = 0
-    for number in range(5):
+    for number in range(4):
         folder = Path(shutil.copytree(killed, tmp_path / f"{number}/run"))
         file = generator.choice(files)
         content = bytearray((folder / file).read_bytes())

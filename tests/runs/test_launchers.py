@@ -1,4 +1,4 @@
-"""One script under every launcher: started for real, the same test loss, the right world size."""
+"""One script under every launcher: started for real, the test loss of one process."""
 
 import json
 import os

@@ -326,6 +326,8 @@ def test_a_run_without_streams_and_home_and_with_umask_077(tmp_path):
     command = 'unset HOME; umask 077; exec "$0" "$@" <&- >&- 2>&-'
     programs.process(["bash", "-c", command, *words], cwd=tmp_path, LC_ALL="C", LANG="C")
     finished(tmp_path / "my run")
+    environment = json.loads((tmp_path / "my run/environment.json").read_text())
+    assert (environment["launcher"], environment["world_size"]) == ("python", 1)
     files = [path for path in tmp_path.rglob("*") if path.lstat().st_mode & 0o077]
     assert not files
 

@@ -427,6 +427,12 @@ def assert_baked(summary, share):
     assert val["kept/kl"] <= 0.1
 
 
+def main_in(folder, main, flags):
+    """What `./run_distributed.sh 2 baking` starts, on this rank."""
+    os.chdir(folder)
+    assert main(flags) == 0
+
+
 def test_the_demo_is_baked(tmp_path):
     first = runs.words("--num_questions 60 --num_sequences_per_question 20 --")
     summary, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
@@ -437,8 +443,12 @@ def test_the_demo_is_baked(tmp_path):
     text = (tmp_path / "results/traj_chat/distributed_output_test.txt").read_text()
     columns = ["question:", "base:", "prompted:", "baked:", "pirate, base:"]
     assert re.search(r"--- 1 of 40\n" + ".*\n".join(columns), text)
-    _, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))
-    assert "these replies are already finished" in said and "this run is already finished" in said
+    flags = first[:-1], runs.words("--log_every 1000 --num_samples 40")
+    for script, words, what in zip(
+        (generate_data, train_loop), flags, ("these replies are", "this run is"), strict=True
+    ):
+        outcome = run_ranks(2, main_in, tmp_path, script.main, words)
+        assert outcome.codes == [0, 0] and f"{what} already finished" in outcome.logs[0]
     # what was trained is a plain adapter
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -197,7 +197,7 @@ def test_the_launchers_precision_overrides_the_settings(histories, tmp_path):
 
 
 def test_features_of_accelerate_that_are_not_supported_are_errors(monkeypatch):
-    """With the variables that its launcher sets, as read from a real start."""
+    """With the variables that accelerate's launcher sets; those of FSDP come from a real start."""
     flags = ["--use_fsdp", "--num_processes", "1", "--num_machines", "1"]
     done = programs.process([*ACCELERATE, *flags, SCRIPT, "--check"], code=1)
     expected = "error: accelerate: use_fsdp is not supported; use no in accelerate config"

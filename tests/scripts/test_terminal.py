@@ -72,6 +72,7 @@ def main_in(folder, flags):
 
 
 def test_a_run_without_a_terminal(tmp_path):
+    """Output and errors are one file; test_demo.py shows that nothing is printed as an error."""
     outcome = run_ranks(1, main_in, tmp_path, [*SHORT, "--result_dir", "run"])
     assert outcome.codes == [0], outcome.logs
     (text,) = outcome.logs
