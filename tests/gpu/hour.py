@@ -110,10 +110,10 @@ TALL = {"kernels": 5}  # the page has so many rows of these tables
 REHEARSED = """
 ## Rehearsed on a CPU
 
-`python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on pretended
-GPUs: a CPU build of PyTorch accepts CUDA devices, each operator is checked as a GPU would check it,
-and the CPU computes it. The checks cover devices, dtypes, autocast, host-device synchronization,
-fused AdamW, and operations that NCCL does not support.
+`python tests/gpu/pretend/rehearse.py --out docs/gpu_rehearsed.json` runs all scripts on simulated
+GPUs: a CPU build of PyTorch accepts CUDA devices, checks the inputs of each operator as a CUDA
+build would, and computes the operator on the CPU. The checks cover devices, dtypes, autocast,
+host-device synchronization, fused AdamW, and operations that NCCL does not support.
 
 {done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them ended
 with status 0 and had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each run;
@@ -122,16 +122,17 @@ Mistral, Gemma 2 and 3, GPT-2), SFT, baking, proteins, distillation, FSDP (four 
 LoRA, DPO) and ZeRO 1, 2 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
-killed and resumed had the same metrics as one that was not, bit for bit. A step reads from the GPU
-once and waits for no copy, and a micro-batch does neither. The exceptions are in libraries (up to
-two reads per forward in transformers):
+killed and resumed had bit-identical metrics. The host reads from the GPU once per step, outside of
+micro-batches, and waits for no copy. The exceptions are in libraries (up to two reads per forward
+pass in transformers):
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|
 {exceptions}{bad}
-The pieces above end on a pretended GPU too, with small models. QLoRA and vLLM, which need packages
-for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU agree with each
-other, how they round, whether streams race, whether NCCL works, or how fast a run is.
+The pieces above were also completed on a simulated GPU, with small models. QLoRA and vLLM, which
+need packages for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU
+agree with each other, how they round, whether streams race, whether NCCL works, or how fast a run
+is.
 """
 PROBLEMS = """
 These runs, on so many GPUs, have a problem:
@@ -144,11 +145,12 @@ LENGTHS = {"long": "512, 256", "hh": "HH-RLHF", "short": "64, 512"}  # of roofli
 FORECAST = """
 ## Predicted, not measured
 
-`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts a step of DPO in bf16 with
-4 pairs at the shape of Qwen3-8B, of a LoRA with r 16 or of all weights, which do not fit on one GPU
-of 80 GB. It runs the step of `src/main_distributed.py`, and that of TRL, on tensors without
-contents, and counts their operators. Numbers for lengths as in HH-RLHF are means of two batches.
-[gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and the bytes moved.
+`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts time and memory of a DPO
+step in bf16 with 4 pairs and the shape of Qwen3-8B, with a LoRA of rank 16 or full fine-tuning,
+which does not fit on one GPU of 80 GB. It runs the step of `src/main_distributed.py`, and that of
+TRL, on tensors without contents, and counts their operators. Numbers for lengths as in HH-RLHF are
+means of two batches. [gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and
+the bytes moved.
 
 {}
 
