@@ -65,7 +65,7 @@ def check_flags(read: Callable[[list[str]], object]) -> None:
         exit_with(error)
     if os.environ.get(ONLY_FLAGS):
         sys.exit(0)
-    gc.disable()  # it would take a fifth of the imports that follow; distributed.run() enables it
+    gc.disable()  # it would take a fifth of the import time; distributed.run() enables it again
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
