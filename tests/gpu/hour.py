@@ -54,18 +54,18 @@ PACKAGES = ("torch", "transformers", "peft")  # all pieces need them
 TRL = ("trl", "datasets", "dill", "multiprocess")
 YAML = ("ruamel.yaml",)
 PIECES = [
-    Piece("attention", 60, "Attention over a shared prompt, against each response alone"),
-    Piece("speed:long:ours", 80, "LoRA DPO, Qwen3-8B's shape: prompts 512, responses 256"),
+    Piece("attention", 60, "Attention over a shared prompt, compared with separate rows"),
+    Piece("speed:long:ours", 80, "LoRA DPO, Qwen3-8B's shape, 512 and 256 tokens"),
     Piece("speed:long:trl", 145, "`speed:long:ours` in TRL's best setting", TRL, "speed:long:ours"),
-    Piece("kernels", 85, "Where ten of the steps with long prompts go"),
+    Piece("kernels", 85, "Profile of ten steps of `speed:long:ours`"),
     Piece("sharding", 115, "FSDP, ZeRO and QLoRA on one GPU", YAML),
-    Piece("memory", 85, "Peak memory of a step, `check_gpu.py --plan` and measured"),
-    Piece("demo", 36, "The demo's losses, against those of the CPU"),
-    Piece("resume", 90, "Killed with SIGKILL and continued, `--deterministic`"),
+    Piece("memory", 85, "Peak memory of a step, measured and predicted"),
+    Piece("demo", 36, "Losses of the demo, compared with a CPU"),
+    Piece("resume", 90, "A run killed with SIGKILL and resumed, `--deterministic`"),
     Piece("fp16", 30, "fp16 with a loss scale", YAML),
     Piece("generation", 60, "Generation of 16 replies"),
-    Piece("speed:hh:ours", 60, "LoRA DPO, Qwen3-8B's shape: lengths as in HH-RLHF"),
-    Piece("commands", 160, "The first commands of the guides, and mistakes", YAML),
+    Piece("speed:hh:ours", 60, "LoRA DPO, Qwen3-8B's shape, lengths as in HH-RLHF"),
+    Piece("commands", 160, "First commands of the guides, and user errors", YAML),
     Piece("protein", 20, "DPO of ProteinMPNN", ("gemmi",)),
     Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
     Piece("baking", 30, "Prompt baking of the demo"),
@@ -93,19 +93,19 @@ INTRO = """# On a GPU
 page and [gpu.json](gpu.json), which has every row and every digit. `--help` lists what the script
 needs and how to measure only some pieces. Running it again measures the pieces that are missing.
 """
-STATES = """
-| piece | what | state |
-|---|---|---|
-"""
-NOTES = {  # below the heading of a piece
+NOTES = {  # below the title of a piece
     "attention": """
 The largest differences from separate rows in fp32 on the CPU, over the lengths of rows, head sizes
 and windows of [gpu.json](gpu.json): of the tokens' log-probs (root mean square, in nats), and of
 the LoRA's gradient (relative). In bf16, a shared prompt may differ twice as much as separate rows.
 """,
-    "kernels": "\nThe table has the five kernels that take longest.\n",
+    "kernels": "\nThe time of each kernel is in [gpu.json](gpu.json).\n",
 }
-TALL = {"kernels": 5}  # the page has so many rows of these tables
+SHOWN = {"kernels": 1}  # the page has only so many rows of these pieces
+HIDDEN = {  # columns that only gpu.json has
+    "memory": {"trial GiB", "reserved GiB"},
+    "demo": {"steps", "first loss"},
+}
 
 REHEARSED = """
 ## Rehearsed on a CPU
@@ -167,34 +167,30 @@ On the GPU above, these rows have been measured, and the others have not:
 
 
 def page(results):
-    """docs/gpu.md: the state of each piece, then its tables."""
+    """docs/gpu.md: a section with title, state and tables for each piece."""
     machines = {describe(entry["machine"]) for entry in results.values() if "machine" in entry}
     text = INTRO.format("; ".join(sorted(machines)) or "**Not measured yet**, no GPU was at hand")
     tried = [piece for piece in PIECES if piece.name in results]
-    text += STATES if tried else ""
-    for piece in tried:
-        text += line(piece.name, piece.title, state(results[piece.name]))
     waiting = [f"- `{piece.name}`: {piece.title}\n" for piece in PIECES if piece not in tried]
     text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""
     for piece in tried:
-        rows = results[piece.name]["rows"]
-        text += f"\n## {piece.name}\n{NOTES.get(piece.name, '')}" if rows else ""
+        entry = results[piece.name]
+        ended = "" if state(entry) == "ok" else f" State: {state(entry)}."
+        text += f"\n## {piece.name}\n\n{piece.title}.{ended}\n{NOTES.get(piece.name, '')}"
+        rows = entry["rows"][: SHOWN.get(piece.name)]
         rows = largest(rows, ("in", "prompt")) if piece.name == "attention" else rows
         for _, group in itertools.groupby(rows, key=tuple):  # the same columns: one table
-            text += table([*group][: TALL.get(piece.name)])
+            text += table([*group], HIDDEN.get(piece.name, set()))
     return text + predictions(results) + rehearsals()
 
 
-def table(rows):
-    """Return rows with the same columns in Markdown, or one row as a line.
+def table(rows, hidden):
+    """Return rows with the same columns in Markdown.
 
     The column `ok` is shown only if a row is not.
     """
-    hidden = {"losses"} | ({"ok"} if all(row.get("ok") for row in rows) else set())
+    hidden = hidden | {"losses"} | ({"ok"} if all(row.get("ok") for row in rows) else set())
     titles = {name: name.replace(" a ", " per ") for name in rows[0] if name not in hidden}
-    if len(rows) == 1:
-        items = [f"{title}: {cell(rows[0][name])}" for name, title in titles.items()]
-        return f"\n{'; '.join(items)}\n"
     text = f"\n{line(*titles.values())}|{'---|' * len(titles)}\n"
     return text + "".join(line(*(row[name] for name in titles)) for row in rows)
 
@@ -274,7 +270,9 @@ def line(*values):
 
 
 def cell(value):
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return text.replace("|", "/").replace("\n", " ")
 
 

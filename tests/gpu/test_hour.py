@@ -135,9 +135,8 @@ def test_a_piece_whose_package_is_absent_is_skipped_with_its_name(call, tmp_path
     assert "sharding: skipped: needs ruamel.yaml" in lines
     assert "speed:long:trl: skipped: needs trl" in lines
     assert begun.keys() == PIECES - {"protein", "sharding", "commands", "distillation"}
-    assert "| protein | DPO of ProteinMPNN | skipped: needs gemmi |" in hour.page(
-        hour.read(tmp_path)
-    )
+    page = hour.page(hour.read(tmp_path))
+    assert "## protein\n\nDPO of ProteinMPNN. State: skipped: needs gemmi.\n" in page
     begun, _ = call()  # with the packages, these are done
     later = {"protein", "sharding", "commands", "distillation"}
     assert begun.keys() == later | NEEDS_CUDA | NEEDS_TRL
@@ -235,7 +234,7 @@ def test_the_list_is_sound(tmp_path, monkeypatch):
     assert {name for name in status if status[name] == "skipped"} <= NEEDS_CUDA | NEEDS_TRL
     assert "needs CUDA" in results["fp16"]["reason"]
     page = (out / "gpu.md").read_text()
-    assert all(f"\n| {name} |" in page for name in PIECES | NEEDS_CUDA | NEEDS_TRL)
+    assert all(f"\n## {name}\n" in page for name in PIECES | NEEDS_CUDA | NEEDS_TRL)
 
     # of numbers those that are known without a run
     rows = {name: entry["rows"] for name, entry in results.items()}
@@ -293,7 +292,7 @@ def test_what_was_measured_is_next_to_its_prediction():
     assert "\n- `speed:long:trl`: " in page and "\n- `speed:long:ours`: " not in page
     assert page.lower().count("not measured yet") == 1
     bare = hour.page({})
-    assert "| piece |" not in bare and "measured ms" not in bare
+    assert "## speed" not in bare and "measured ms" not in bare
 
 
 def test_a_row_out_of_bounds_is_visible_among_the_largest_differences():
