@@ -1,10 +1,11 @@
 """ranks(world_size, fn, *args): run fn on real processes that form a gloo group, in 0.2 s.
 
-A fork server holds torch, transformers and peft in memory, so that a rank starts in milliseconds
-instead of the seconds that importing them takes. Each rank ends through dist.run, as a script does.
+A fork server has imported the scripts and their packages (preloaded.py), so that a rank starts in
+milliseconds instead of seconds. Each rank ends through dist.run, as a script does.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -13,29 +14,20 @@ import socket
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from conftest import LIMIT
+from conftest import LIMIT, ROOT
 from ddp_utils import distributed
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ddp_utils/launch.py
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.nn.parallel",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.qwen3.modeling_qwen3",
-        "peft",
-        "main_distributed",
-        "matplotlib.figure",
-        "pytest",  # which the test modules import, in each rank again
-        "hypothesis",
-    ]
-)
+# by the first name with the path of the tests, which Python passes on from 3.13; else by the second
+PRELOADED = ["preloaded", "tests.preloaded"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class Outcome(NamedTuple):
@@ -59,6 +51,7 @@ def ranks(world_size, fn, *args, timeout=LIMIT) -> list:
 
 def run_ranks(world_size, fn, *args, timeout=LIMIT, env=None) -> Outcome:
     """The same for groups that may fail: nothing is asserted, everything is returned."""
+    start_server()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
@@ -84,6 +77,15 @@ def run_ranks(world_size, fn, *args, timeout=LIMIT, env=None) -> Outcome:
         logs = [Path(folder, f"{rank}.log").read_text() for rank in range(world_size)]
         codes = [process.exitcode for process in processes]
     return Outcome(codes, results, logs, time.perf_counter() - start)
+
+
+@functools.cache
+def start_server():
+    """Start the fork server in the folder of the project, where its ranks start, too."""
+    folder = os.getcwd()
+    os.chdir(ROOT)
+    forkserver.ensure_running()
+    os.chdir(folder)
 
 
 def slowness() -> float:
@@ -113,6 +115,7 @@ def _receive(pipe, deadline):
 
 def _rank(log, env, sender, fn, args):
     """Run one rank, from the fork server to os._exit."""
+    assert sys.modules.keys() & PRELOADED, "the fork server could not import preloaded.py"
     os.setpgid(0, 0)  # a process group, which is killed with all processes that it has started
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)

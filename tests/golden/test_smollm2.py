@@ -87,7 +87,7 @@ def write_rows(name, folder):
 def sft(flags):
     import train
 
-    runs.hurry()
+    runs.hurry(self_test=True)
     return train.main(flags)
 
 

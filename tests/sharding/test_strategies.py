@@ -10,7 +10,6 @@ import os
 import re
 from pathlib import Path
 from shlex import split as words
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import main_distributed
 import runs
 import train
-from ddp_utils import checkpoints, distributed, run
+from ddp_utils import checkpoints, distributed
 from lm import logps, models, parallel
 from lm.sharding import fsdp_policy
 from ranks import ranks, run_ranks
@@ -77,7 +76,7 @@ def main(folder, flags):
 
     flags: the objective, then flags of train.py.
     """
-    torch.set_num_threads(1)
+    runs.hurry()
     objective, *flags = flags
     script, own = SCRIPTS[objective]
     flags = [*words(f"{QUIET} {own}"), *flags, "--output_dir", str(folder)]
@@ -86,8 +85,7 @@ def main(folder, flags):
         at = flags.index("--micro_batch_size")
         flags[at : at + 2] = ["--batch_size", str(size * int(flags[at + 1]))]
         flags = [new for flag in flags for new in DPO.get(flag, [flag])]
-    with mock.patch.object(run, "write_report", lambda *_, **__: ""):  # a second
-        assert script.main(flags) == 0
+    assert script.main(flags) == 0
     return runs.lines(folder)
 
 
