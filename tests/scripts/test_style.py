@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import runs
 from conftest import ROOT
 from ranks import ranks
 
@@ -132,7 +131,10 @@ def test_what_all_guides_share_stays_small():
 
 
 def modules_after_the_demo(folder):
-    """Modules of ours that a run of the demo under DDP has imported."""
+    """Modules of ours that a run of the demo under DDP imports, all anew."""
+    for name in ("runs", *MODULES):
+        sys.modules.pop(name, None)
+    runs = importlib.import_module("runs")
     runs.train(folder, runs.words("--max_rows 8 --batch_size 4 --max_steps 1"))
     return sorted(sys.modules.keys() & MODULES.keys())
 
