@@ -133,8 +133,10 @@ def show(facts: dict[str, Any]) -> str:
     """Return a line for each fact, device, rate and warning; the last line is the command."""
     lines = []
     for name, value in facts.items():
+        if name == "command" or (name == "cuda_error" and not facts["nvidia_gpus"]):
+            continue
         for row in value if isinstance(value, list) else [value]:
-            text = row if isinstance(row, str) else json.dumps(row)
+            text = row if isinstance(row, str) else "none" if row is None else json.dumps(row)
             lines.append(f"{name:<20}  {text}")
     return "\n".join([*lines, facts["command"]])
 
