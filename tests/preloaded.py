@@ -5,7 +5,7 @@ import importlib
 from transformers import conversion_mapping
 
 MODULES = """
-torch.nn.parallel torch.distributed.checkpoint torch.utils.tensorboard matplotlib.figure peft
+torch.nn.parallel torch.distributed.checkpoint matplotlib.figure peft
 transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3
 main_distributed train train_loop generate_data dpo_inv.run_dpo_ddp ad.train ad.evaluate
 lm.sharding.fsdp_policy pytest hypothesis

@@ -55,21 +55,29 @@ TRL = ("trl", "datasets", "dill", "multiprocess")
 YAML = ("ruamel.yaml",)
 PIECES = [
     Piece("attention", 60, "Attention over a shared prompt, compared with separate rows"),
-    Piece("speed:long:ours", 80, "LoRA DPO, Qwen3-8B's shape, 512 and 256 tokens"),
-    Piece("speed:long:trl", 145, "`speed:long:ours` in TRL's best setting", TRL, "speed:long:ours"),
+    Piece("speed:long:ours", 80, "LoRA DPO, Qwen3-8B's shape, 512 prompt and 256 response tokens"),
+    Piece(
+        "speed:long:trl",
+        145,
+        "`speed:long:ours` in TRL with its best settings",
+        TRL,
+        "speed:long:ours",
+    ),
     Piece("kernels", 85, "Profile of ten steps of `speed:long:ours`"),
     Piece("sharding", 115, "FSDP, ZeRO and QLoRA on one GPU", YAML),
     Piece("memory", 85, "Peak memory of a step, measured and predicted"),
     Piece("demo", 36, "Losses of the demo, compared with a CPU"),
     Piece("resume", 90, "A run killed with SIGKILL and resumed, `--deterministic`"),
-    Piece("fp16", 30, "fp16 with a loss scale", YAML),
+    Piece("fp16", 30, "fp16 with loss scaling", YAML),
     Piece("generation", 60, "Generation of 16 replies"),
     Piece("speed:hh:ours", 60, "LoRA DPO, Qwen3-8B's shape, lengths as in HH-RLHF"),
     Piece("commands", 160, "First commands of the guides, and user errors", YAML),
     Piece("protein", 20, "DPO of ProteinMPNN", ("gemmi",)),
     Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
     Piece("baking", 30, "Prompt baking of the demo"),
-    Piece("speed:hh:trl", 145, "`speed:hh:ours` in TRL's best setting", TRL, "speed:hh:ours"),
+    Piece(
+        "speed:hh:trl", 145, "`speed:hh:ours` in TRL with its best settings", TRL, "speed:hh:ours"
+    ),
     Piece(
         "speed:long:trl defaults",
         140,
@@ -87,17 +95,18 @@ LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be
 
 INTRO = """# On a GPU
 
-{}.
+Measured on {}.
 
-`python tests/gpu/hour.py` measures the pieces below on one NVIDIA GPU with 80 GB. It writes this
-page and [gpu.json](gpu.json), which has every row and every digit. `--help` lists what the script
-needs and how to measure only some pieces. Running it again measures the pieces that are missing.
+`python tests/gpu/hour.py` runs the benchmarks below on one NVIDIA GPU with 80 GB. It writes this
+page and [gpu.json](gpu.json), which contains all rows in full precision. `--help` lists the
+requirements and the flag that selects benchmarks. A second run measures only missing benchmarks.
 """
 NOTES = {  # below the title of a piece
     "attention": """
-The largest differences from separate rows in fp32 on the CPU, over the lengths of rows, head sizes
-and windows of [gpu.json](gpu.json): of the tokens' log-probs (root mean square, in nats), and of
-the LoRA's gradient (relative). In bf16, a shared prompt may differ twice as much as separate rows.
+The table shows the largest differences from a computation with separate rows in fp32 on the CPU, in
+token log-probs (root mean square, in nats) and in the LoRA gradient (relative), over all row
+lengths, head sizes and attention windows in [gpu.json](gpu.json). In bf16, a shared prompt may have
+twice the difference of separate rows.
 """,
     "kernels": "\nThe time of each kernel is in [gpu.json](gpu.json).\n",
 }
@@ -115,15 +124,15 @@ GPUs: a CPU build of PyTorch accepts CUDA devices, checks the inputs of each ope
 build would, and computes the operator on the CPU. The checks cover devices, dtypes, autocast,
 host-device synchronization, fused AdamW, and operations that NCCL does not support.
 
-{done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them ended
-with status 0 and had no problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each run;
-the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama,
+{done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them exited
+with status 0 and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each
+run; the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama,
 Mistral, Gemma 2 and 3, GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading,
 LoRA, DPO) and ZeRO 1, 2 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
 killed and resumed had bit-identical metrics. The host reads from the GPU once per step, outside of
-micro-batches, and waits for no copy. The exceptions are in libraries (up to two reads per forward
+micro-batches, and waits for no copy. Libraries cause the exceptions (up to two reads per forward
 pass in transformers):
 
 | runs | reads per step | waits in micro-batches |
@@ -131,8 +140,8 @@ pass in transformers):
 {exceptions}{bad}
 The pieces above were also completed on a simulated GPU, with small models. QLoRA and vLLM, which
 need packages for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU
-agree with each other, how they round, whether streams race, whether NCCL works, or how fast a run
-is.
+agree with each other, how they round, whether CUDA streams have race conditions, whether NCCL
+works, or how fast a run is.
 """
 PROBLEMS = """
 These runs, on so many GPUs, have a problem:
@@ -148,18 +157,18 @@ FORECAST = """
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts time and memory of a DPO
 step in bf16 with 4 pairs and the shape of Qwen3-8B, with a LoRA of rank 16 or full fine-tuning,
 which does not fit on one GPU of 80 GB. It runs the step of `src/main_distributed.py`, and that of
-TRL, on tensors without contents, and counts their operators. Numbers for lengths as in HH-RLHF are
+TRL, on tensors without data, and counts their operators. Numbers for lengths as in HH-RLHF are
 means of two batches. [gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and
 the bytes moved.
 
 {}
 
-The columns are the tokens per prompt and per response. Each cell has the ms per step on an H100 and
-on an A100, and the peak in GiB:
+The column titles are the numbers of prompt and response tokens. Each cell contains the ms per step
+on an H100, the ms per step on an A100, and the peak memory in GiB:
 
 """
 COMPARED = """
-On the GPU above, these rows have been measured, and the others have not:
+On the GPU above, only these rows have been measured:
 
 | prompt, response tokens | side | predicted ms | measured ms | predicted GiB | measured GiB |
 |---|---|---|---|---|---|
@@ -169,7 +178,7 @@ On the GPU above, these rows have been measured, and the others have not:
 def page(results):
     """docs/gpu.md: a section with title, state and tables for each piece."""
     machines = {describe(entry["machine"]) for entry in results.values() if "machine" in entry}
-    text = INTRO.format("; ".join(sorted(machines)) or "**Not measured yet**, no GPU was at hand")
+    text = INTRO.format(" and on ".join(sorted(machines)) or "no GPU yet")
     tried = [piece for piece in PIECES if piece.name in results]
     waiting = [f"- `{piece.name}`: {piece.title}\n" for piece in PIECES if piece not in tried]
     text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""

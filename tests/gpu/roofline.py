@@ -57,13 +57,13 @@ if HAS_TRL:
     from trl.kernels import chunked_logprob
     from trl.trainer import dpo_trainer, utils
 
-MODEL = """A kernel takes the longest of three times: its FLOPs at 70 % of the peak of its dtype,
-the bytes that it reads and writes at 85 % of the bandwidth of the memory, and 2 us. The host
-launches a kernel in 50 us, as measured for our step on rows with lengths as in HH-RLHF, which
-keep the device busy for a fifth of it. A step takes as long as the device or the host, whichever
-is slower. The peak of memory is without the CUDA context and the allocator's fragments. TRL's
-best setting has no gradient checkpointing and computes the reference beforehand. Fused kernels
-are those of Liger or of the Hub for RMSNorm, SwiGLU and rotary embedding."""
+MODEL = """The predicted time of a kernel is the largest of three times: its FLOPs at 70 % of the
+peak of its dtype, the bytes that it reads and writes at 85 % of the memory bandwidth, and 2 us. The
+host launches one kernel per 50 us, as measured for our step with lengths as in HH-RLHF, in which
+the GPU is busy a fifth of the time. The time of a step is that of the GPU or of the host, whichever
+is longer. The peak memory excludes the CUDA context and fragmentation of the allocator. With its
+best settings, TRL uses no gradient checkpointing and precomputes the reference log-probs. Fused
+kernels are those of Liger or of the Hub for RMSNorm, SwiGLU and rotary embedding."""
 MATRIX, MEMORY, LAUNCH, HOST = 0.7, 0.85, 2e-6, 50e-6  # as MODEL says
 
 aten = torch.ops.aten

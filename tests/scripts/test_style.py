@@ -131,7 +131,7 @@ def test_what_all_guides_share_stays_small():
 
 
 def modules_after_the_demo(folder):
-    """Modules of ours that a run of the demo under DDP imports, all anew."""
+    """Modules of ours that a run of the demo under DDP imports, if nothing is imported."""
     for name in ("runs", *MODULES):
         sys.modules.pop(name, None)
     runs = importlib.import_module("runs")

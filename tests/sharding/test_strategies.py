@@ -304,14 +304,14 @@ def test_shards_of_another_strategy_are_an_error(then, data, tmp_path):
     assert checkpoints.find_newest(path.parent)[0] is None  # half a state is none
 
 
-def test_a_json_that_has_changed_is_noticed(data, tmp_path, capsys):
+def test_a_json_that_has_changed_is_noticed(data, tmp_path):
     path = tmp_path / "fsdp.json"
     for strategy, steps in (("FULL_SHARD", "1"), ("SHARD_GRAD_OP", "2")):
         path.write_text(json.dumps({"fsdp_sharding_strategy": strategy}))
         flags = [*data["sft"], *batch(1), "--use_fsdp", "--fsdp_config", str(path)]
-        main(tmp_path / "run", [*flags, "--max_steps", steps])
+        outcome = run_ranks(1, main, tmp_path / "run", [*flags, "--max_steps", steps])
         runs.as_if_killed(tmp_path / "run")
-    printed = capsys.readouterr().out
+    (printed,) = outcome.logs
     assert re.search(r"\ncontent of fsdp_config: \w+ -> \w+, from here on\n", printed), printed
 
 

@@ -385,7 +385,7 @@ def out_of_memory(folder):
         memory.limit = memory.now + 10 * 2**20  # of which AdamW's moments have 8
         try_steps(*arguments)
 
-    runs.hurry()
+    runs.hurry(self_test=True)
     main_distributed.train_step, Run.try_largest_steps = tried, trial
     Run.reference_logps = None  # not called
     flags = rehearse.words("dpo full", "fp32", folder, folder)
@@ -403,7 +403,7 @@ def full(flags, folder):
     from ddp_utils import user_error
 
     pretend.record.memory.limit = 7 * 2**20  # the demo's model has 4
-    runs.hurry()
+    runs.hurry(self_test=True)
     try:
         main_distributed.main([*rehearse.words("dpo lora", "fp32", folder, folder), *flags])
     except RuntimeError as error:
