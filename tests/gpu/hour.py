@@ -184,8 +184,8 @@ def page(results):
     text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""
     for piece in tried:
         entry = results[piece.name]
-        ended = "" if state(entry) == "ok" else f" State: {state(entry)}."
-        text += f"\n## {piece.name}\n\n{piece.title}.{ended}\n{NOTES.get(piece.name, '')}"
+        ended = "" if state(entry) == "ok" else f"\n\nState: {state(entry)}."
+        text += f"\n## {piece.name}\n\n*{piece.title}*{ended}\n{NOTES.get(piece.name, '')}"
         rows = entry["rows"][: SHOWN.get(piece.name)]
         rows = largest(rows, ("in", "prompt")) if piece.name == "attention" else rows
         for _, group in itertools.groupby(rows, key=tuple):  # the same columns: one table
