@@ -185,7 +185,7 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
             from ddp_utils import data_sets
 
             for number, row in enumerate(data_sets.load(path, resolve), start=1):
-                yield f"{path}:{number}", row
+                yield f"{path}:{number}", {key: without_nulls(value) for key, value in row.items()}
         return
     text = content(path)
     if text.lstrip().startswith("["):
@@ -199,6 +199,15 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
             except UserError as error:
                 hint = "each line must hold one {...}, or the file one list of them"
                 yield f"{path}:{number}", UserError(f"{error}; {hint}")
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the nulls in its objects: Arrow adds the keys of all other rows."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict | UserError]]:

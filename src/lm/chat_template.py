@@ -33,7 +33,8 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-WEIGHTS = ("weight", "loss_weight", "train", "loss", "label")  # of a row or message
+# of a row or message; the last two are Axolotl's
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label", "training", "train_detail")
 WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
@@ -56,7 +57,8 @@ RENDERED = re.compile(
     r"<\|[^\s<>|]+\|?>|<｜[^<>｜]+｜>|\[\|\w+\|\]"  # <|user|>, <|turn>, <｜User｜>, [|user|]
     r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
     r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
-    r"|Human:(?=[\s\S]*Assistant:\s*$)))"
+    r"|BEGINNING OF CONVERSATION:|Human:(?=[\s\S]*Assistant:\s*$)"  # PKU-SafeRLHF
+    r"|(?:[^\n#]*\n\s*)?### (Instruction|Human|User):(?=[\s\S]*### (Response|Assistant):\s*$)))"
 )
 
 Ids = list[int]  # token ids
@@ -349,8 +351,8 @@ class Encoder:
         """Return what the model reads before it replies."""
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
-            if isinstance(prompt, str):
-                self.check_not_rendered(prompt)
+            asked = [turn["content"] for turn in messages_of(prompt) if turn["role"] == "user"]
+            self.check_not_rendered(*asked[:1] or [""])
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt

@@ -8,6 +8,7 @@ from ddp_utils.data import Record, Unusable
 from lm.chat_template import HUMAN, THOUGHTS, Encoder, Prompt, Reply, check_text_only, system_of
 
 UNORDERED = "user and assistant do not alternate"
+QUESTIONS = ("question", "instruction", "messages", "conversations", "query", "input")
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
@@ -15,6 +16,7 @@ ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "t
 # one depends on the template: a system turn alone, the assistant first, two users in a row.
 USUAL = "[sd]?(u(at+)*a)+"
 POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
+TEXT_TYPES = (None, "text", "input_text", "output_text")
 MORE = (*THOUGHTS, "tool_calls", "tool_call_id")  # what a template may show of a message
 
 
@@ -46,6 +48,10 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
             raise UserError(f"{record.location}: {side}: the weight of its reply must not be 0")
         prompts.append(_without_weights(prompt))
         replies.append(reply_of(reply))
+    if field == "prompt" and not before[len(system) :] and not any(map(is_asked, prompts)):
+        for name in filter(record.data.get, QUESTIONS):
+            hint = f"use --columns prompt={name}"
+            raise UserError(f"{record.location}: prompt: missing, but there is {name}; {hint}")
     # a prompt that is one text repeats a turn of conversations that are complete
     stated = before if isinstance(record.data.get(field), list) else []
     text = "" if stated else str(record.data.get(field) or "").strip()
@@ -53,6 +59,11 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated or is_lost:
         raise Unusable("prompts differ")
     return prompts[0], replies[0], replies[1]
+
+
+def is_asked(prompt: list[dict]) -> bool:
+    """Return whether a prompt has the turn of a user."""
+    return any(turn["role"] == "user" for turn in prompt)
 
 
 def _without_weights(turns: list[dict]) -> list[dict]:
@@ -132,7 +143,8 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
 
 def _text_of_part(record: Record, place: str, part: Any) -> str:
     """Return the text of a part of a content, {"type": "text", "text": ...}."""
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+    is_text = isinstance(part, dict) and part.get("type") in TEXT_TYPES
+    if not is_text or not isinstance(part.get("text"), str):
         raise UserError(f"{record.location}: {place}: only text is supported; remove it")
     return part["text"]
 
@@ -165,8 +177,12 @@ def roles_of(turns: list[dict]) -> str:
 
 
 def check_accepted(encoder: Encoder, prompt: Prompt) -> None:
-    """Raise UserError if the turns of a prompt are unusual and the template leaves one out."""
-    if isinstance(prompt, str) or re.fullmatch(USUAL, letters_of(prompt) + "a"):
+    """Raise UserError if the template leaves out a turn of a prompt with tools or unusual turns."""
+    if isinstance(prompt, str):
+        return
+    letters = letters_of(prompt)
+    is_usual = re.fullmatch(USUAL, letters + "a")
+    if is_usual and "t" not in letters:
         return
     # a template may leave out the text beside a call
     texts = {n: f"@{n}@" for n, turn in enumerate(prompt) if "tool_calls" not in turn}
@@ -174,9 +190,11 @@ def check_accepted(encoder: Encoder, prompt: Prompt) -> None:
     try:
         text = encoder.text(marked)
     except UserError as error:
+        if is_usual:  # the template expects a result of another form
+            return
         problem = str(error)
     else:
-        is_moved = letters_of(prompt)[:2] == "sa" and "@0@\n\n@1@" in text  # system -> assistant
+        is_moved = letters[:2] == "sa" and "@0@\n\n@1@" in text  # system -> assistant
         if all(mark in text for mark in texts.values()) and not is_moved:
             return
         problem = "it leaves out a turn"

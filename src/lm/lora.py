@@ -91,7 +91,12 @@ def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
 
 def base_of(adapter: Name) -> str:
     """Return the base model that an adapter names."""
-    base = adapter_settings(adapter).base_model_name_or_path
+    settings = adapter_settings(adapter)
+    base = settings.base_model_name_or_path
+    if settings.revision not in (None, "", "main"):
+        problem = f"{adapter}: its base model is revision {settings.revision} of {base}"
+        hint = f"hf download {base} --revision {settings.revision} --local-dir FOLDER"
+        raise UserError(f"--init_adapter: {problem}; run `{hint}`, and use --model_name FOLDER")
     if not base:
         raise UserError(f"--init_adapter: {adapter} does not name its base model; use --base")
     if Path(base).is_absolute() and not Path(base).is_dir():

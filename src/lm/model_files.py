@@ -185,6 +185,9 @@ def read_tokenizer(name: Name) -> Tokenizer:
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
         tokenizer.name_or_path = full_name(name)
+        template = path / "chat_template.json"  # transformers reads it for processors only
+        if not tokenizer.chat_template and template.is_file():
+            tokenizer.chat_template = data.read_json(template)["chat_template"]
     if len(own) < 2:
         hint = "copy the tokenizer's files (tokenizer.json or its like) from the original model"
         raise UserError(f"{place}: it has no vocabulary; {hint}")

@@ -29,6 +29,10 @@ def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dic
     return arguments
 
 
+# other names of the arguments of a call: LangChain, Llama, Anthropic
+ARGUMENTS = {"args": "arguments", "parameters": "arguments", "input": "arguments"}
+
+
 def read(record: Record, place: str, calls: Any) -> list[dict]:
     """Return the calls of a message; their arguments are objects or, as in OpenAI's, JSON texts."""
     check_finite(record, place, calls)
@@ -38,6 +42,8 @@ def read(record: Record, place: str, calls: Any) -> list[dict]:
         if not isinstance(function, dict) or "name" not in function:
             expected = '[{"function": {"name": ..., "arguments": {...}}}]'
             raise data.wrong_value(record, place, calls, expected)
+        function = {ARGUMENTS.get(name, name): value for name, value in function.items()}
+        call = call if "function" in call else function
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):  # the chat template may need it decoded
             data.decode(arguments, f"{record.location}: {place}")

@@ -242,6 +242,19 @@ def test_another_kind_of_adapter_is_one_line(kind, flag, tmp_path):
         main_distributed.main(flags)
 
 
+def test_a_base_model_of_another_revision_is_one_line(tmp_path):
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "revision": "step3000"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError) as caught:
+        lora.base_of(str(tmp_path))
+    hint = "hf download org/base --revision step3000 --local-dir FOLDER"
+    assert f"is revision step3000 of org/base; run `{hint}`, and use --model_name" in str(
+        caught.value
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"revision": "main"}))
+    assert lora.base_of(str(tmp_path)) == "org/base"
+
+
 NOT_MERGED = {
     "layer_replication": (dict(layer_replication=[[0, 2], [1, 2]]), 1.0, "layers with common wei"),
     "lora_bias": (dict(lora_bias=True), 1.0, "cannot be merged: .* the base layer has no bias"),

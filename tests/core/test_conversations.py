@@ -116,6 +116,23 @@ def test_arguments_of_a_call_may_be_a_text_as_openai_writes_them(tmp_path):
         read(tmp_path, row, TOOLS)
 
 
+@pytest.mark.parametrize("name", ["args", "parameters", "input"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_arguments_of_a_call_have_other_names(name, nested, tmp_path):
+    """As LangChain, Llama and Anthropic write them."""
+    function = {"name": "time", name: {"zone": "CET"}}
+    calls = [{"type": "function", "function": function} if nested else function]
+    row = {"messages": [ASKED, turn("assistant", "", tool_calls=calls)]}
+    text, tok = read(tmp_path, row, TOOLS)
+    assert tok.decode(text.reply).startswith('[time {"zone": "CET"}]')
+
+
+def test_a_reply_that_axolotl_does_not_train_is_read_only(tmp_path):
+    untrained = turn("assistant", "Wait.", training=False)
+    text, tok = read(tmp_path, {"messages": [ASKED, untrained, ASKED, SINGLE[1]]}, TOOLS)
+    assert "Wait." in tok.decode(text.prompt) and tok.decode(text.reply).startswith("Because.")
+
+
 def test_a_call_ends_as_the_template_ends_it(tmp_path):
     row = {"prompt": [ASKED], "chosen": CALLED[1:], "rejected": "No.", "tools": SCHEMAS}
     pair, tok = read(tmp_path, row, CALL_END, reading.pairs)
@@ -195,6 +212,8 @@ UNUSUAL = [
 ]
 GREETED = {"messages": [turn("assistant", "Hello!"), *SINGLE]}
 ORDER = "prompt: the chat template does not accept the roles "
+NO_RESULTS = TOOLS.replace("{% else %}", "{% elif m.role != 'tool' %}")
+REASONING, TEXT = {"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Noon."}
 UNSUPPORTED = [
     (ALTERNATING, GREETED, ORDER + "assistant, user (--chat_template: Roles must alternate); cha"),
     (ALTERNATING, {"messages": [ASKED, *SINGLE]}, ORDER + "user, user (--chat_template: Roles mus"),
@@ -221,6 +240,13 @@ UNSUPPORTED = [
     (TOOLS, {"messages": [ASKED, turn("tool", "1"), SINGLE[1]]}, "the roles are user, tool, ass"),
     (TOOLS, {"messages": [*SINGLE, turn("developer", "x"), *SINGLE]}, "the roles are user, ass"),
     (TOOLS, {"messages": [IMAGE, SINGLE[1]]}, "only text is supported"),
+    (TOOLS, {"messages": [ASKED, turn("assistant", [REASONING, TEXT])]}, "only text is supported"),
+    (
+        NO_RESULTS,
+        {"messages": ANSWERED},
+        ORDER + "user, assistant, tool (it leaves out a turn); ch",
+    ),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "1", train_detail=[{}])]}, "train_detail: must"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]
 

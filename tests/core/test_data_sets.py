@@ -126,6 +126,18 @@ def test_parquet_files_and_folders_hold_the_pairs_of_the_json(library, tmp_path)
         assert (report["format"], report["fields_not_read"]) == ("messages", "score_chosen")
 
 
+def test_arrow_adds_no_argument_of_the_calls_of_other_rows(library, tmp_path):
+    rows = []
+    for arguments in ({"x": 1}, {"city": "Paris"}):
+        call = {"function": {"name": "go", "arguments": arguments}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, reply]})
+    library.Dataset.from_list(rows).to_parquet(tmp_path / "f.parquet")
+    found = [row for _, row in data._rows(str(tmp_path / "f.parquet"))]
+    calls = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in found]
+    assert calls == [{"x": 1}, {"city": "Paris"}]
+
+
 def shapes():
     """Return {format: a row of messages} and how each is written by hand."""
     question, whole = [{"role": "user", "content": "q"}], {}

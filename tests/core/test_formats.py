@@ -321,6 +321,16 @@ def test_a_response_may_be_the_json_text_of_messages_and_tools(tmp_path):
 # --- rows against each other ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["question", "instruction", "messages", "conversations"])
+def test_a_question_beside_messages_is_not_left_out(name):
+    sides = {side: [{"role": "assistant", "content": side}] for side in TEXT}
+    question = [{"role": "user", "content": "q"}] if name in ("messages", "conversations") else "q"
+    row = {"system": "s", name: question, **sides}
+    assert error_of(row) == f"prompt: missing, but there is {name}; use --columns prompt={name}"
+    row["prompt"] = row.pop(name)
+    assert read(row)[0] == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+
 def test_a_list_of_rejected_responses_is_one_pair_for_each(tmp_path):
     encoder = Encoder(load_tokenizer("data/demo/model"))
     alone = [{"prompt": "q", "chosen": "x", "rejected": text} for text in "yz"]
@@ -433,8 +443,12 @@ BEGINS = [  # of conversations that a chat template has rendered
     "]~!b[]~b]system\n",  # MiniMax
     "<begin_of_document><beginning_of_sentence>system",
     "[|user|]",  # EXAONE
+    "BEGINNING OF CONVERSATION: USER: Hi ASSISTANT:",  # PKU-SafeRLHF
+    "### Instruction:\nHi\n\n### Response:\n",  # Alpaca
+    "Below is an instruction.\n\n### Instruction:\nHi\n\n### Response:",
 ]
 ORDINARY = ["<s>old</s>", "<s><b>old</b></s>", "<s>[1]</s>", "[TODO]", "[B]big[/B]", "<|>", "<| f"]
+ORDINARY += ["### Instruction:\nhow do I write it?", "a # b\n### Response:"]
 ORDINARY += ["<table_of_contents>", "<user_query>", "<b>", "[MASK] is", "Human:", "|user|"]
 OWN = {  # template -> how it begins
     "{{ bos_token }}{% for m in messages %}{{ m.role }}\n{{ m.content }}#{% endfor %}": "user\n",
@@ -452,6 +466,9 @@ def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_
         reading.texts(path, Encoder(tokenizer))
     [text], _ = reading.texts(path, Encoder(tokenizer, "none"))
     assert text.prompt == tokenizer(begin).input_ids
+    path.write_text(json.dumps({"system": "s", "prompt": begin, "completion": "x"}))
+    with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
+        reading.texts(path, Encoder(tokenizer))
     path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
     assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1
 

@@ -311,6 +311,15 @@ def test_a_folder_without_a_tokenizer_is_one_line(kind, tmp_path):
     assert error_of(loading.load_tokenizer, str(tmp_path)).startswith(says)
 
 
+def test_a_template_that_is_only_in_the_file_of_processors_is_read(tmp_path):
+    folder = changed(MODEL, tmp_path / "folder", lambda _: None)
+    expected = loading.load_tokenizer(str(folder)).chat_template
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / file).unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": expected}))
+    assert loading.load_tokenizer(str(folder)).chat_template == expected
+
+
 def test_every_program_names_a_tokenizer_that_is_none(tmp_path):
     folder = changed(MODEL, tmp_path / "folder", without("tokenizer.json"))
     adapter = changed(ADAPTER, tmp_path / "lora", lambda lora: None)
