@@ -57,10 +57,10 @@ if HAS_TRL:
     from trl.kernels import chunked_logprob
     from trl.trainer import dpo_trainer, utils
 
-MODEL = """The predicted time of a kernel is the largest of three times: its FLOPs at 70 % of the
-peak of its dtype, the bytes that it reads and writes at 85 % of the memory bandwidth, and 2 us. The
-host launches one kernel per 50 us, as measured for our step with lengths as in HH-RLHF, in which
-the GPU is busy a fifth of the time. The time of a step is that of the GPU or of the host, whichever
+MODEL = """The predicted time of a kernel is the largest of these values: the time for its FLOPs
+at 70 % of the peak of its dtype, the time to read and write its data at 85 % of the memory
+bandwidth, and 2 us. The host launches one kernel per 50 us, as measured for our step with lengths
+as in HH-RLHF, in which the GPU is busy a fifth of the time. The time of a step is that of the GPU or of the host, whichever
 is longer. The peak memory excludes the CUDA context and fragmentation of the allocator. With its
 best settings, TRL uses no gradient checkpointing and precomputes the reference log-probs. Fused
 kernels are those of Liger or of the Hub for RMSNorm, SwiGLU and rotary embedding."""
