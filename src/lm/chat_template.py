@@ -33,8 +33,9 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-# of a row or message; the last two are Axolotl's
-WEIGHTS = ("weight", "loss_weight", "train", "loss", "label", "training", "train_detail")
+# of a row or message; the last two are those of Axolotl
+WEIGHTS = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
+WEIGHTS += ("training", "train_detail")
 WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
@@ -623,7 +624,8 @@ def borders_of(tokenizer: Any) -> dict[str, bool]:
 
 def system_of(record: Record) -> list[dict]:
     """Return the system message of a row, if there is one."""
-    return [{"role": "system", "content": text} for text in optional_text(record, "system")]
+    texts = optional_text(record, "system") or optional_text(record, "system_prompt")
+    return [{"role": "system", "content": text} for text in texts]
 
 
 def optional_text(record: Record, field: str) -> list[str]:

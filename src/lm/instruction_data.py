@@ -126,7 +126,7 @@ def prompt_and_reply(record: Record, format: Format) -> tuple[Prompt, Reply]:
         if role != "assistant":
             raise data.wrong_value(record, f"{second}[0].role", role, "assistant")
         return _last_reply(conversations.check_order(record, second, turns + replies, "assistant"))
-    history = _history(record) if format.name == "alpaca" else []
+    history = preference_data.history_of(record) if format.name == "alpaca" else []
     prompt = preference_data.question(record, first, history)
     return prompt, data.text(record, second, may_be_empty=True)
 
@@ -138,21 +138,6 @@ def _last_reply(turns: list[dict]) -> tuple[Prompt, Reply]:
     if not turns:
         raise Unusable("no reply to train")
     return turns[:-1], conversations.reply_of(turns[-1])
-
-
-def _history(record: Record) -> list[dict]:
-    """Return the turns of [[question, answer], ...]; there are none if it is null or []."""
-    history = record.data.get("history") or []
-    if isinstance(history, str):  # from CSV
-        history = data.decode(history, f"{record.location}: history")
-    turns = []
-    for exchange in history if isinstance(history, list) else [history]:
-        if not isinstance(exchange, list) or len(exchange) != 2:
-            raise data.wrong_value(record, "history", history, "[[question, answer], ...]")
-        for role, value in zip(("user", "assistant"), exchange, strict=True):
-            content = data.text(Record(record.location, {"history": value}), "history")
-            turns.append({"role": role, "content": content})
-    return turns
 
 
 # --- prompt and reply -> tokens ------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Preference files of many formats -> pairs of token ids; the fields of a row tell the format.
 
 prompt       {"prompt", "chosen", "rejected"}: texts, optionally a "system" text
-instruction  {"instruction", "chosen", "rejected"}, optionally "input" and "system"
+instruction  {"instruction", "chosen", "rejected"}, optionally "input", "system" and "history",
+             [[question, answer], ...]
 question     {"question", "chosen", "rejected"}, optionally "system"
 messages     like prompt, but any of the three is a list of {"role", "content"}; chosen and rejected
              may hold the whole conversation, with or without a prompt (UltraFeedback)
@@ -42,7 +43,7 @@ FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
-ALWAYS_READ = ("system", *chat_template.WEIGHTS, *ARGUMENTS)
+ALWAYS_READ = ("system", "system_prompt", *chat_template.WEIGHTS, *ARGUMENTS)
 # Exact names of fields of public data sets, in lower case and with _ for -. WINNERS name the better
 # response, row by row (of fields such as score_a and score_b, the first one is enough); SCORES are
 # higher for the better response; MARGINS are negative if rejected is better.
@@ -421,7 +422,7 @@ def find_format(record: Record) -> Format:
         return Format("messages", FIELDS["prompt"], "messages")
     for name, fields in FIELDS.items():
         if record.data.keys() >= set(fields):
-            more = ("input",) if name == "instruction" else ()
+            more = ("input", "history") if name == "instruction" else ()
             return Format(name, (*fields, *more), name)
     if any(str(response).startswith(HUMAN) for response in responses):
         return Format("transcript", SIDES, "transcript")
@@ -495,7 +496,8 @@ def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Re
             problem = "must be one response (a text, or a list of messages), not several ones"
             raise UserError(f"{record.location}: {side}: {problem}; write one row for each")
     if format in TEXTS:
-        prompt = question(record, format)
+        history = history_of(record) if format == "instruction" else []
+        prompt = question(record, format, history)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)
         return prompt, chosen, rejected
     from lm import conversations
@@ -513,3 +515,18 @@ def question(record: Record, field: str, history: Collection[dict] = ()) -> Prom
     before = [*chat_template.system_of(record), *history]
     text = "\n".join(lines)
     return [*before, {"role": "user", "content": text}] if before else text
+
+
+def history_of(record: Record) -> list[dict]:
+    """Return the turns of [[question, answer], ...]; there are none if it is null or []."""
+    history = record.data.get("history") or []
+    if isinstance(history, str):  # from CSV
+        history = data.decode(history, f"{record.location}: history")
+    turns = []
+    for exchange in history if isinstance(history, list) else [history]:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise data.wrong_value(record, "history", history, "[[question, answer], ...]")
+        for role, value in zip(("user", "assistant"), exchange, strict=True):
+            content = data.text(Record(record.location, {"history": value}), "history")
+            turns.append({"role": role, "content": content})
+    return turns

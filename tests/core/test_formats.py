@@ -105,6 +105,7 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"preferred_response": "b"},
     {"score": -1},
     {"label": False},  # KTO
+    {"kto_tag": False},  # LLaMA-Factory
     {"label": 1},  # the number of the better response
     {"reward_margin": -2},
     {"score_difference": -0.5},
@@ -207,6 +208,9 @@ def test_texts_are_not_changed_and_a_system_text_makes_messages_of_the_prompt():
     for name in ("prompt", "instruction", "question"):
         row = {name: " a", "system": "s ", "chosen": "b", "rejected": "c"}
         assert read(row) == ([{**SYSTEM, "content": "s "}, user(" a")], "b", "c")
+        assert read({"system_prompt" if x == "system" else x: row[x] for x in row}) == read(row)
+    row = {"instruction": "a", "history": [["q", "r"]], **TEXT}  # LLaMA-Factory
+    assert read(row) == ([user("q"), assistant("r"), user("a")], "x", "y")
     for nothing in (None, "", " \n"):
         row = {"instruction": "a", "system": nothing, "input": nothing, **TEXT}
         assert read(row) == ("a", "x", "y")

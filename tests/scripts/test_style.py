@@ -25,7 +25,7 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (32, 5570),
+    "main_distributed": (32, 5580),
     "train": (33, 5690),
     "train_loop": (34, 5410),
     "generate_data": (26, 4660),
@@ -34,7 +34,7 @@ REACHED = {
     "ad.train": (23, 3680),
     "ad.evaluate": (15, 2430),
 }
-AFTER_THE_DEMO = (35, 5840)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (35, 5850)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3080)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2730, "ad.train": 2730}
