@@ -33,8 +33,9 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-# whether a row or message is trained; the last two are those of Axolotl
-WEIGHTS = (*"weight loss_weight train loss label kto_tag training train_detail".split(),)
+# whether a row or message is trained
+WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
+WEIGHTS += ("training", "train_detail")  # Axolotl's
 WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
