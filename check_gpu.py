@@ -133,8 +133,10 @@ def show(facts: dict[str, Any]) -> str:
     """Return a line for each fact, device, rate and warning; the last line is the command."""
     lines = []
     hidden = {"command", "cuda_error"} if facts["nvidia_gpus"] == 0 else {"command"}
-    for name in (name for name in facts if name not in hidden):
-        for row in facts[name] if isinstance(facts[name], list) else [facts[name]]:
+    for name, value in facts.items():
+        if name in hidden:
+            continue
+        for row in value if isinstance(value, list) else [value]:
             text = row if isinstance(row, str) else "none" if row is None else json.dumps(row)
             lines.append(f"{name:<20}  {text}")
     return "\n".join([*lines, facts["command"]])

@@ -33,10 +33,11 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
 # whether a row or message is trained
 WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
 WEIGHTS += ("training", "train_detail")  # Axolotl's
-WEIGHT_OF = {"none": 1, "": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
+WEIGHT_OF = {"none": 1, "": 1, "[]": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
@@ -58,8 +59,9 @@ RENDERED = re.compile(
     r"<\|[^\s<>|]+\|?>|<｜[^<>｜]+｜>|\[\|\w+\|\]"  # <|user|>, <|turn>, <｜User｜>, [|user|]
     r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
     r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
-    r"|BEGINNING OF CONVERSATION:|Human:(?=[\s\S]*Assistant:\s*$)"  # PKU-SafeRLHF
-    r"|(?:[^\n#]*\n\s*)?### (Instruction|Human|User):(?=[\s\S]*### (Response|Assistant):\s*$)))"
+    # a line or less, the name of a user, and at the end that of an assistant: Alpaca, Vicuna, HH
+    r"|([^\n]*\s+)?(#+ )?(?i:human|user|instruction):"
+    r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
 )
 
 Ids = list[int]  # token ids
@@ -352,8 +354,8 @@ class Encoder:
         """Return what the model reads before it replies."""
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
-            asked = [turn["content"] for turn in messages_of(prompt) if turn["role"] == "user"]
-            self.check_not_rendered(*asked[:1] or [""])
+            if isinstance(prompt, str):
+                self.check_not_rendered(prompt)
             return self.render(messages_of(prompt), add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
@@ -624,7 +626,9 @@ def borders_of(tokenizer: Any) -> dict[str, bool]:
 
 def system_of(record: Record) -> list[dict]:
     """Return the system message of a row, if there is one."""
-    texts = optional_text(record, "system") or optional_text(record, "system_prompt")
+    texts = [*optional_text(record, "system"), *optional_text(record, "system_prompt")]
+    if len(texts) > 1:
+        raise UserError(f"{record.location}: system_prompt: there is also system; remove one")
     return [{"role": "system", "content": text} for text in texts]
 
 

@@ -73,7 +73,7 @@ def _without_weights(turns: list[dict]) -> list[dict]:
 
 def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of two texts of turns."""
-    conversations = {name: record.data[name] for name in ("system",) if record.data.get(name)}
+    conversations: dict = {turn["role"]: turn["content"] for turn in system_of(record)}
     for side in sides:
         text = data.text(record, side, may_be_empty=True)
         if not text.strip():
@@ -177,9 +177,16 @@ def roles_of(turns: list[dict]) -> str:
 
 
 def check_accepted(encoder: Encoder, prompt: Prompt) -> None:
-    """Raise UserError if the template leaves out a turn of a prompt with tools or unusual turns."""
+    """Raise UserError if the first question is rendered already, or the template omits a turn.
+
+    Turns are looked for in the rendered text if there are results of tools, or if the order of the
+    roles is unusual.
+    """
     if isinstance(prompt, str):
         return
+    first = next((turn["content"] for turn in prompt if turn["role"] == "user"), "")
+    if encoder.templated:
+        encoder.check_not_rendered(first)
     letters = letters_of(prompt)
     is_usual = re.fullmatch(USUAL, letters + "a")
     if is_usual and "t" not in letters:

@@ -93,12 +93,13 @@ def base_of(adapter: Name) -> str:
     """Return the base model that an adapter names."""
     settings = adapter_settings(adapter)
     base = settings.base_model_name_or_path
+    if not base:
+        raise UserError(f"--init_adapter: {adapter} does not name its base model; use --base")
     if settings.revision not in (None, "", "main"):
         problem = f"{adapter}: its base model is revision {settings.revision} of {base}"
         hint = f"hf download {base} --revision {settings.revision} --local-dir FOLDER"
-        raise UserError(f"--init_adapter: {problem}; run `{hint}`, and use --model_name FOLDER")
-    if not base:
-        raise UserError(f"--init_adapter: {adapter} does not name its base model; use --base")
+        hint = f"run `{hint}`, and use --model_name FOLDER, or lm.merge with --base FOLDER"
+        raise UserError(f"--init_adapter: {problem}; {hint}")
     if Path(base).is_absolute() and not Path(base).is_dir():
         problem = f"{adapter}: its base model {base} is not on this machine"
         hint = f"use --model_name BASE --init_adapter {adapter}, or lm.merge with --base BASE"

@@ -187,7 +187,7 @@ def read_tokenizer(name: Name) -> Tokenizer:
         tokenizer.name_or_path = full_name(name)
         template = path / "chat_template.json"  # transformers reads it for processors only
         if not tokenizer.chat_template and template.is_file():
-            tokenizer.chat_template = data.read_json(template)["chat_template"]
+            tokenizer.chat_template = data.read_json(template).get("chat_template")
     if len(own) < 2:
         hint = "copy the tokenizer's files (tokenizer.json or its like) from the original model"
         raise UserError(f"{place}: it has no vocabulary; {hint}")

@@ -43,7 +43,7 @@ FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row
 FIELDS["sharegpt"] = ("conversations", *SIDES)
 FIELDS["openai"] = ("input", "preferred_output", "non_preferred_output")
 ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template for one row
-ALWAYS_READ = ("system", "system_prompt", *chat_template.WEIGHTS, *ARGUMENTS)
+ALWAYS_READ = (*chat_template.SYSTEMS, *chat_template.WEIGHTS, *ARGUMENTS)
 # Exact names of fields of public data sets, in lower case and with _ for -. WINNERS name the better
 # response, row by row (of fields such as score_a and score_b, the first one is enough); SCORES are
 # higher for the better response; MARGINS are negative if rejected is better.

@@ -44,6 +44,9 @@ def read(record: Record, place: str, calls: Any) -> list[dict]:
             raise data.wrong_value(record, place, calls, expected)
         function = {ARGUMENTS.get(name, name): value for name, value in function.items()}
         call = call if "function" in call else function
+        others = function.keys() - {"name", "arguments", "id", "type", "index", "description"}
+        if "arguments" not in function and any(map(function.get, others)):
+            raise data.wrong_value(record, place, calls, 'calls with "arguments"')
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):  # the chat template may need it decoded
             data.decode(arguments, f"{record.location}: {place}")

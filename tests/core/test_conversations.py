@@ -214,6 +214,7 @@ GREETED = {"messages": [turn("assistant", "Hello!"), *SINGLE]}
 ORDER = "prompt: the chat template does not accept the roles "
 NO_RESULTS = TOOLS.replace("{% else %}", "{% elif m.role != 'tool' %}")
 REASONING, TEXT = {"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Noon."}
+KWARGS = [{"name": "time", "kwargs": {"zone": "CET"}}]
 UNSUPPORTED = [
     (ALTERNATING, GREETED, ORDER + "assistant, user (--chat_template: Roles must alternate); cha"),
     (ALTERNATING, {"messages": [ASKED, *SINGLE]}, ORDER + "user, user (--chat_template: Roles mus"),
@@ -246,6 +247,7 @@ UNSUPPORTED = [
         {"messages": ANSWERED},
         ORDER + "user, assistant, tool (it leaves out a turn); ch",
     ),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=KWARGS)]}, "must be calls with"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "1", train_detail=[{}])]}, "train_detail: must"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]

@@ -209,6 +209,8 @@ def test_texts_are_not_changed_and_a_system_text_makes_messages_of_the_prompt():
         row = {name: " a", "system": "s ", "chosen": "b", "rejected": "c"}
         assert read(row) == ([{**SYSTEM, "content": "s "}, user(" a")], "b", "c")
         assert read({"system_prompt" if x == "system" else x: row[x] for x in row}) == read(row)
+    both = {"prompt": "a", "system": "s", "system_prompt": "t", **TEXT}
+    assert error_of(both) == "system_prompt: there is also system; remove one"
     row = {"instruction": "a", "history": [["q", "r"]], **TEXT}  # LLaMA-Factory
     assert read(row) == ([user("q"), assistant("r"), user("a")], "x", "y")
     for nothing in (None, "", " \n"):
@@ -450,8 +452,11 @@ BEGINS = [  # of conversations that a chat template has rendered
     "BEGINNING OF CONVERSATION: USER: Hi ASSISTANT:",  # PKU-SafeRLHF
     "### Instruction:\nHi\n\n### Response:\n",  # Alpaca
     "Below is an instruction.\n\n### Instruction:\nHi\n\n### Response:",
+    "A chat between a user and an assistant. USER: Hi ASSISTANT:",  # Vicuna
+    "User: Hi\nAssistant:",
 ]
 ORDINARY = ["<s>old</s>", "<s><b>old</b></s>", "<s>[1]</s>", "[TODO]", "[B]big[/B]", "<|>", "<| f"]
+ORDINARY += ["Question: what is it?\nAnswer:", "assistant: is it USER: or user?"]
 ORDINARY += ["### Instruction:\nhow do I write it?", "a # b\n### Response:"]
 ORDINARY += ["<table_of_contents>", "<user_query>", "<b>", "[MASK] is", "Human:", "|user|"]
 OWN = {  # template -> how it begins
