@@ -95,10 +95,7 @@ def row_of_disk(model: str, method: str) -> str:
     checkpoint = 3 * n.gradients / 1e9
     loading, saving = memory_plan.on_host(n, "FSDP FULL_SHARD", 8)
     offloaded = memory_plan.on_host(n, "FSDP offloaded", 8)[1]
-    numbers = [n.saved / 1e9, checkpoint]
-    for speed in memory_plan.DISKS:
-        numbers.append(checkpoint / speed)
-    numbers += [loading / GIB, saving / GIB, offloaded / GIB]
+    numbers = [n.saved / 1e9, checkpoint, loading / GIB, saving / GIB, offloaded / GIB]
     flops = 2 * n.active * PAIRS * PAIR.num_forward_tokens(shared=True)
     for gpu in ("A100", "H100"):
         numbers.append(flops / (memory_plan.MFU * PEAKS[gpu] * 8) / 3600)
@@ -122,10 +119,8 @@ def page() -> str:
     fits = ["model"]
     for gpus, card in itertools.product((1, 8), CARDS):
         fits.append(f"{gpus} x {card}")
-    disk = ["model", "model, GB", "checkpoint, GB"]
-    for speed in memory_plan.DISKS:
-        disk.append(f"s at {speed:g} GB/s")
-    disk += ["load, GiB", "save, GiB", "offload, GiB", "reference, h, A100", "H100"]
+    disk = ["model", "model, GB", "checkpoint, GB", "load, GiB", "save, GiB", "offload, GiB"]
+    disk += ["reference, h, A100", "H100"]
     for name, head, row_of in (("GPUs", fits, row_of_fits), ("disk", disk, row_of_disk)):
         before, mark, after = text.partition(MARK.format(name))
         rest = after[after.index("\n\n") :] if "\n\n" in after else "\n"

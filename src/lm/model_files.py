@@ -18,10 +18,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ddp_utils import UserError, data, is_first_of_node, out_of_memory
+from ddp_utils import UserError, data, distributed, is_first_of_node, out_of_memory
 
 Name = str | Path  # of a model: a folder, or a name on the hub
 META = torch.device("meta")  # tensors on it have a name and a shape, and no content
@@ -38,6 +38,8 @@ HUB_FILES: tuple[str, ...] = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktok
 HUB_FILES += ("adapter_model.safetensors",)
 # patterns of the files that have a tokenizer's vocabulary
 VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*", "*.bpe")
+# a text that tokenizers split in different ways: numbers, apostrophes, white space, other scripts
+PROBE = "\n1984 cats,  don't\n\n\tI'LL say (x_1<y):\nz = 12345.67; naïve Größe 你好，世界 😀"
 
 
 class LoraSpec(NamedTuple):
@@ -182,6 +184,7 @@ def read_tokenizer(name: Name) -> Tokenizer:
     own: set[int] = set()
     with reading(place), contextlib.suppress(*(() if has_files else FAULTS)):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
+        tokenizer = as_in_file(tokenizer, path / "tokenizer.json")
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
         tokenizer.name_or_path = full_name(name)
@@ -192,6 +195,27 @@ def read_tokenizer(name: Name) -> Tokenizer:
         hint = "copy the tokenizer's files (tokenizer.json or its like) from the original model"
         raise UserError(f"{place}: it has no vocabulary; {hint}")
     return tokenizer
+
+
+def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
+    """Return a tokenizer that splits texts as its tokenizer.json says.
+
+    Many classes of transformers 5 read the vocabulary from this file and replace its other parts by
+    those of another model (transformers issues 45812, 45920, 48206). Then a warning is printed.
+    """
+    if not tokenizer.is_fast or not file.is_file():
+        return tokenizer
+    expected = PreTrainedTokenizerFast(tokenizer_file=str(file)).tokenize(PROBE)
+    with contextlib.suppress(Exception):  # tokenizers raises only such ones
+        tokens = tokenizer.tokenize(PROBE)
+        # tokenizer_config.json decides on a space before the first word
+        count = min(len(tokens), len(expected)) - 2
+        if tokens[-count:] == expected[-count:]:
+            return tokenizer
+    kind = type(tokenizer).__name__
+    line = f"warning: {file.parent}: {kind} of transformers splits texts in another way than"
+    distributed.warn(f"{line} tokenizer.json; the file is right, and is used")
+    return PreTrainedTokenizerFast.from_pretrained(file.parent, trust_remote_code=False)
 
 
 def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:

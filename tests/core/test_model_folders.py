@@ -15,9 +15,9 @@ import torch
 import transformers
 from accelerate.commands import merge as accelerate_merge
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.distributed import checkpoint
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import generate_data
 import main_distributed
@@ -318,6 +318,38 @@ def test_a_template_that_is_only_in_the_file_of_processors_is_read(tmp_path):
         (folder / file).unlink(missing_ok=True)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": expected}))
     assert loading.load_tokenizer(str(folder)).chat_template == expected
+
+
+def three_digits(folder, kind):
+    """A tokenizer as OLMo's or Granite's: it splits numbers after each third digit.
+
+    Numbers that are not split begin with the merge of the last two digits.
+    """
+    merges = [("4", "5"), ("3", "45"), ("1", "2"), ("12", "3")]
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    inner = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, merges))
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+    settings = {"tokenizer_class": kind, "eos_token": "</s>", "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+KINDS = ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizerFast", "GemmaTokenizerFast"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "PreTrainedTokenizerFast"])
+def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path, capsys):
+    three_digits(tmp_path, kind)
+    read = loading.load_tokenizer(str(tmp_path), needs_weights=False)
+    assert read.tokenize("12345") == ["123", "45"]
+    assert (read.eos_token, read.chat_template) == ("</s>", "{{ messages }}")
+    warning = f"warning: {tmp_path}: {kind.removesuffix('Fast')} of transformers splits texts"
+    assert capsys.readouterr().out.startswith(warning) == (kind in KINDS)
+    read.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").tokenize("12345") == ["123", "45"]
 
 
 def test_every_program_names_a_tokenizer_that_is_none(tmp_path):

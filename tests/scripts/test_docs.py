@@ -312,7 +312,6 @@ def test_the_page_what_fits_has_the_predictions_of_today(monkeypatch):
     assert PARAMETERS.keys() == make_fits.MODELS.keys()
     for model, parameters in PARAMETERS.items():
         sizes = [2e-9 * parameters, 12e-9 * parameters]  # bf16; fp32 and two moments
-        sizes += [12e-9 * parameters / speed for speed in (0.3, 1, 5)]
         cells = [f"{size:,.0f}" if size >= 10 else f"{size:.1f}" for size in sizes]
         assert f"| {model}, full | {' | '.join(cells)} |" in page
 
