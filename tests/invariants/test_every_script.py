@@ -183,9 +183,10 @@ def start(size, name, folder, flags, fault=None):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
-    """Losses to 2e-5, the gradient of the first step to 3e-6, whatever the accumulation.
+    """Losses to 4e-5, the gradient of the first step to 1.2e-5, whatever the accumulation.
 
-    With SSE, AVX2 and AVX-512 the largest differences were 4.2e-6 and 7.4e-7.
+    With SSE, AVX2 and AVX-512 on CPUs of AMD and Intel the largest differences were 9.1e-6 (DPO,
+    all weights) and 3.0e-6 (the gradient of a LoRA, with the AVX2 kernels of MKL on Intel).
     """
     script = SCRIPTS[name]
     gradients, lines = [], []
@@ -199,12 +200,12 @@ def test_equal_on_1_2_and_4_processes(name, data, tmp_path):
     if script.first_loss:  # not world_size times it
         assert losses[0] == pytest.approx(script.first_loss, abs=1e-5)
     for number, split in enumerate(script.splits):
-        assert (gradients[number] - gradients[0]).norm() <= 3e-6 * gradients[0].norm(), split
+        assert (gradients[number] - gradients[0]).norm() <= 1.2e-5 * gradients[0].norm(), split
         for found, expected in zip(lines[number], lines[0], strict=True):
             for key in ("split", "step", "count", "learning_rate"):
                 assert found.get(key) == expected.get(key), split
             for key in {"loss", "kl"} & expected.keys():
-                bound = 2e-5 * max(abs(expected[key]), losses[0])
+                bound = 4e-5 * max(abs(expected[key]), losses[0])
                 assert abs(found[key] - expected[key]) <= bound, (split, found, expected)
 
 
