@@ -23,7 +23,7 @@ class Config:
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
     n_transit: int = 240  # context length in environment steps, without use_compressed_context
-    use_compressed_context: bool = False  # fixed: two regions; original: learned <compress> tokens
+    use_compressed_context: bool = False  # context of two regions, of which the older is dropped
     compress_interval: int = 80  # environment steps per region, with use_compressed_context
 
     # tasks and source algorithm
