@@ -277,8 +277,9 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     """
     try:
         yield
-    except FAULTS as error:
-        if out_of_memory(error):
+    except Exception as error:
+        # the library tokenizers raises plain exceptions
+        if out_of_memory(error) or not (isinstance(error, FAULTS) or type(error) is Exception):
             raise
         from ddp_utils import data_sets  # it is not needed for folders
 

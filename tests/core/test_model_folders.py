@@ -352,6 +352,13 @@ def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").tokenize("12345") == ["123", "45"]
 
 
+def test_a_tokenizer_that_cannot_encode_an_unknown_letter_is_one_line(tmp_path):
+    inner = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}, "[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
+    says = "cannot be read: WordLevel error: Missing [UNK] token from the vocabulary"
+    assert says in error_of(model_files.read_tokenizer, str(tmp_path))
+
+
 def test_every_program_names_a_tokenizer_that_is_none(tmp_path):
     folder = changed(MODEL, tmp_path / "folder", without("tokenizer.json"))
     adapter = changed(ADAPTER, tmp_path / "lora", lambda lora: None)
