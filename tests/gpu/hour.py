@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -55,7 +56,11 @@ TRL = ("trl", "datasets", "dill", "multiprocess")
 YAML = ("ruamel.yaml",)
 PIECES = [
     Piece("attention", 60, "Attention over a shared prompt, compared with separate rows"),
-    Piece("speed:long:ours", 80, "LoRA DPO, Qwen3-8B's shape, 512 prompt and 256 response tokens"),
+    Piece(
+        "speed:long:ours",
+        80,
+        "LoRA DPO, Qwen3-8B's shape, 4 pairs per step, 512 prompt and 256 response tokens",
+    ),
     Piece(
         "speed:long:trl",
         145,
@@ -66,11 +71,15 @@ PIECES = [
     Piece("kernels", 85, "Profile of ten steps of `speed:long:ours`"),
     Piece("sharding", 115, "FSDP, ZeRO and QLoRA on one GPU", YAML),
     Piece("memory", 85, "Peak memory of a step, measured and predicted"),
-    Piece("demo", 36, "Losses of the demo, compared with a CPU"),
-    Piece("resume", 90, "A run killed with SIGKILL and resumed, `--deterministic`"),
-    Piece("fp16", 30, "fp16 with loss scaling", YAML),
-    Piece("generation", 60, "Generation of 16 replies"),
-    Piece("speed:hh:ours", 60, "LoRA DPO, Qwen3-8B's shape, lengths as in HH-RLHF"),
+    Piece("demo", 36, "Losses of 20 steps of the demo, compared with fp32 on a CPU"),
+    Piece("resume", 90, "A run of 100 steps, killed with SIGKILL and resumed, `--deterministic`"),
+    Piece("fp16", 30, "SFT of the demo in fp16 with loss scaling, compared with fp32", YAML),
+    Piece("generation", 60, "Generation of 16 replies of 128 tokens"),
+    Piece(
+        "speed:hh:ours",
+        60,
+        "LoRA DPO, Qwen3-8B's shape, 4 pairs per step, lengths as in HH-RLHF",
+    ),
     Piece("commands", 160, "First commands of the guides, and user errors", YAML),
     Piece("protein", 20, "DPO of ProteinMPNN", ("gemmi",)),
     Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
@@ -97,24 +106,59 @@ INTRO = """# On a GPU
 
 Measured on {}.
 
-`python tests/gpu/hour.py` runs the benchmarks below on one NVIDIA GPU with 80 GB. It writes this
-page and [gpu.json](gpu.json), which contains all rows in full precision. `--help` lists the
-requirements and the flag that selects benchmarks. A second run measures only missing benchmarks.
+`python tests/gpu/hour.py` runs these benchmarks on one NVIDIA GPU with 80 GB. It writes this page
+and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the flag that
+selects benchmarks. A second run measures only missing benchmarks. For tokens/s, MFU and peak
+memory, see [metrics](../results/README.md#metrics). Loss differences are the largest of all steps.
 """
 NOTES = {  # below the title of a piece
     "attention": """
-The table shows the largest differences from a computation with separate rows in fp32 on the CPU, in
-token log-probs (root mean square, in nats) and in the LoRA gradient (relative), over all row
-lengths, head sizes and attention windows in [gpu.json](gpu.json). In bf16, a shared prompt may have
-twice the difference of separate rows.
+The table shows the largest differences from separate rows in fp32 on the CPU, in token log-probs
+(root mean square) and in the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have
+several row lengths, head sizes and attention windows. In bf16, a shared prompt may have twice the
+difference of separate rows.
 """,
-    "kernels": "\nThe time of each kernel is in [gpu.json](gpu.json).\n",
+    "kernels": """
+"Device busy" is the fraction of the time in which the GPU computes. The columns after it count
+events per step. "Waits" are calls in which the host waits for the GPU. The time of each kernel is
+in [gpu.json](gpu.json).
+""",
+    "sharding": "\nAll strategies except QLoRA train all weights of a 0.6B model.\n",
+    "memory": """
+A step has 4 pairs with 512 prompt and 256 response tokens, or one pair with 3,000 prompt tokens
+("long").
+""",
+    "commands": "\nEach command must exit with the expected status and without a traceback.\n",
+}
+TITLES = {  # column in gpu.json -> title on the page
+    "in": "precision",
+    "side": "program",
+    "rows": "cases",
+    "nats": "log-probs, nats",
+    "gradient": "LoRA gradient",
+    "mfu": "MFU",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_mb": "peak MiB",
+    "read by the host": "reads by the host",
+    "to the host": "copies to the host",
+    "to the device": "copies to the device",
+    "checkpointing": "gradient checkpointing",
+    "gap to DDP": "loss difference from DDP",
+    "largest gap": "loss difference",
+    "killed after": "killed after step",
+    "scale": "initial loss scale",
 }
 SHOWN = {"kernels": 1}  # the page has only so many rows of these pieces
 HIDDEN = {  # columns that only gpu.json has
-    "memory": {"trial GiB", "reserved GiB"},
-    "demo": {"steps", "first loss"},
+    "memory": {"trial GiB", "reserved GiB", "ratio"},
+    "demo": {"steps", "first loss", "last loss, CPU", "bound"},
+    "distillation": {"hours for 50,000 steps"},
+    "sharding": {"last loss"},
+    "resume": {"steps", "exit statuses"},
+    "generation": {"replies", "tokens of each"},
+    "commands": {"s", "line"},
 }
+HIDDEN |= {piece.name: {"pairs a step"} for piece in PIECES if piece.name.startswith("speed")}
 
 REHEARSED = """
 ## Rehearsed on a CPU
@@ -124,24 +168,22 @@ GPUs: a CPU build of PyTorch accepts CUDA devices, checks the inputs of each ope
 build would, and computes the operator on the CPU. The checks cover devices, dtypes, autocast,
 host-device synchronization, fused AdamW, and operations that NCCL does not support.
 
-{done} of the {planned} planned runs were completed, on one and on two GPUs. {good} of them exited
-with status 0 and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) has a row for each
-run; the rows may come from different commits. The runs are DPO (all weights and LoRA; Qwen3, Llama,
-Mistral, Gemma 2 and 3, GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading,
-LoRA, DPO) and ZeRO 1, 2 and 3, in fp32, bf16 and fp16 (proteins in fp32).
+{done} of the {planned} planned runs, on one or two GPUs, were completed. {good} of them exited with
+status 0 and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may
+come from different commits: DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
+GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
+and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
-killed and resumed had bit-identical metrics. The host reads from the GPU once per step, outside of
-micro-batches, and waits for no copy. Libraries cause the exceptions (up to two reads per forward
-pass in transformers):
+killed and resumed had bit-identical metrics. In most runs, the host reads from the GPU once per
+step, and does not wait for the GPU within micro-batches. Libraries cause the exceptions:
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|
 {exceptions}{bad}
-The pieces above were also completed on a simulated GPU, with small models. QLoRA and vLLM, which
-need packages for a GPU, were left out. The rehearsal cannot show whether the kernels of a GPU
-agree with each other, how they round, whether CUDA streams have race conditions, whether NCCL
-works, or how fast a run is.
+The benchmarks above were also completed on a simulated GPU, with small models. QLoRA and vLLM,
+which need packages for a GPU, were left out. The rehearsal cannot show how the kernels of a GPU
+round, whether CUDA streams have race conditions, whether NCCL works, or how fast a run is.
 """
 PROBLEMS = """
 These runs, on so many GPUs, have a problem:
@@ -156,35 +198,35 @@ FORECAST = """
 
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts time and memory of a DPO
 step in bf16 with 4 pairs and the shape of Qwen3-8B, with a LoRA of rank 16 or full fine-tuning,
-which does not fit on one GPU of 80 GB. It runs the step of `src/main_distributed.py`, and that of
-TRL, on tensors without data, and counts their operators. Numbers for lengths as in HH-RLHF are
-means of two batches. [gpu_predicted.json](gpu_predicted.json) also has the kernels, the FLOPs and
-the bytes moved.
+which does not fit on one GPU of 80 GB. It runs the steps of `src/main_distributed.py` and of TRL on
+tensors without data, and counts their operators. For lengths as in HH-RLHF, times are means of two
+batches, and the peak is the larger one. [gpu_predicted.json](gpu_predicted.json) also has the
+numbers of kernels, FLOPs and bytes moved.
 
 {}
 
 The column titles are the numbers of prompt and response tokens. Each cell contains the ms per step
-on an H100, the ms per step on an A100, and the peak memory in GiB:
+on an H100 and on an A100, and the peak memory in GiB:
 
 """
 COMPARED = """
-On the GPU above, only these rows have been measured:
+Only these rows have been measured. The measured peak for HH-RLHF is that of 11 batches:
 
-| prompt, response tokens | side | predicted ms | measured ms | predicted GiB | measured GiB |
+| prompt, response tokens | program | predicted ms | measured ms | predicted GiB | measured GiB |
 |---|---|---|---|---|---|
 """
 
 
 def page(results):
     """docs/gpu.md: a section with title, state and tables for each piece."""
-    machines = {describe(entry["machine"]) for entry in results.values() if "machine" in entry}
-    text = INTRO.format(" and on ".join(sorted(machines)) or "no GPU yet")
+    text = INTRO.format(measured_on(results) or "no GPU yet")
     tried = [piece for piece in PIECES if piece.name in results]
     waiting = [f"- `{piece.name}`: {piece.title}\n" for piece in PIECES if piece not in tried]
     text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""
     for piece in tried:
         entry = results[piece.name]
-        ended = "" if state(entry) == "ok" else f"\n\nState: {state(entry)}."
+        ended = f"\n\n{textwrap.fill(f'State: {state(entry)}.', 120)}"
+        ended = "" if state(entry) == "ok" else ended
         text += f"\n## {piece.name}\n\n*{piece.title}*{ended}\n{NOTES.get(piece.name, '')}"
         rows = entry["rows"][: SHOWN.get(piece.name)]
         rows = largest(rows, ("in", "prompt")) if piece.name == "attention" else rows
@@ -199,7 +241,11 @@ def table(rows, hidden):
     The column `ok` is shown only if a row is not.
     """
     hidden = hidden | {"losses"} | ({"ok"} if all(row.get("ok") for row in rows) else set())
-    titles = {name: name.replace(" a ", " per ") for name in rows[0] if name not in hidden}
+    titles = {
+        name: TITLES.get(name, name.replace(" a ", " per "))
+        for name in rows[0]
+        if name not in hidden
+    }
     text = f"\n{line(*titles.values())}|{'---|' * len(titles)}\n"
     return text + "".join(line(*(row[name] for name in titles)) for row in rows)
 
@@ -257,16 +303,22 @@ def predictions(results):
         for measured in results.get(f"speed:{row['case']}:{row['side']}", {}).get("rows", [])[:1]:
             names = LENGTHS[row["case"]], row["what"]
             compared += line(*names, step, 1000 * measured["s a step"], peak, measured["peak GiB"])
-    text = FORECAST.format(content["model"]) + line("side", *LENGTHS.values())
+    text = FORECAST.format(content["model"]) + line("program", *LENGTHS.values())
     text += f"|{'---|' * (1 + len(LENGTHS))}\n"
     text += "".join(line(what, *cells.values()) for what, cells in sides.items())
     return text + (COMPARED + compared if compared else "")
 
 
-def describe(machine):
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    place = f"{machine['device']}, driver {machine['driver'] or 'none'}"
-    return f"{place}, {versions}, commit {machine['commit']}, {machine['date']}"
+def measured_on(results):
+    """Return each machine with its versions, and the commits and dates of its sessions."""
+    sessions = {}
+    for machine in (entry["machine"] for entry in results.values() if "machine" in entry):
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        place = f"{machine['device']}, driver {machine['driver'] or 'none'}, {versions}"
+        session = f"commit {machine['commit']}, {machine['date']}"
+        sessions.setdefault(place, set()).add(session)
+    places = [f"{place} ({'; '.join(sorted(found))})" for place, found in sorted(sessions.items())]
+    return " and on ".join(places)
 
 
 def state(entry):
