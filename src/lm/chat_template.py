@@ -37,10 +37,14 @@ SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
 # whether a row or message is trained
 WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
 WEIGHTS += ("training", "train_detail")  # Axolotl's
+WEIGHTS += ("loss_mask", "loss_scale", "trainable", "train_on_turn", "calculate_loss")
 WEIGHT_OF = {"none": 1, "": 1, "[]": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
+# a field in a template: message.functions, message["functions"] or message.get("functions")
+FIELD = re.compile(r"""(?:\.|\[['"]|get\(['"])(\w+)""")
+OF_CALLS = {"name", "type", "id", "function", "arguments", "parameters", "description", "text"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 HUMAN = "\n\nHuman:"
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
@@ -48,10 +52,12 @@ PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssista
 # notes about a row, and the warning if most rows have one
 NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
+FOREIGN = "with the end of another model's replies"
 DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
     REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
+    FOREIGN: "have replies that end with a token that this tokenizer does not have; remove it",
 }
 # how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
@@ -62,6 +68,12 @@ RENDERED = re.compile(
     # a line or less, the name of a user, and at the end that of an assistant: Alpaca, Vicuna, HH
     r"|([^\n]*\s+)?(#+ )?(?i:human|user|instruction):"
     r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
+)
+
+# ends of replies as the templates of several models write them
+FOREIGN_END = re.compile(
+    r"(?:</s>|<eos>|\[EOS\]|<end_of_turn>|<｜end▁of▁sentence｜>"
+    r"|<\|(?:eot_id|im_end|end|eom_id|return|endoftext|end_of_text)\|>)\s*\Z"
 )
 
 Ids = list[int]  # token ids
@@ -105,6 +117,7 @@ class Encoder:
         self.special = [*filter(str.strip, special)]  # white space may be an added token as well
         self.borders = borders_of(tokenizer) if self.template else {}
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
+        self.shown_fields = {*FIELD.findall(self.template)} - OF_CALLS
         self.date = (date or today()) if "strftime_now" in self.template_words else ""
         self.end = tokenizer.eos_token_id  # the last token of a reply, or None
         self.end_text = ""  # what the template writes behind a reply, up to its last special token
@@ -127,8 +140,12 @@ class Encoder:
         self.adds_end = not self.templated and self.added_end == tokenizer("a").input_ids[-1:]
         if self.end is None:
             distributed.warn(NO_END)
-        ends = {self.end_text, self.earlier_end, *map(self.text_of, self.ends)}
-        ends |= {*map(self.text_of, self.special_ids(self.end_text))}
+        end = self.text_of(self.end)
+        self.special_end = [end] if end in self.special else []
+        # decoded replies often end with the token that pads them
+        padding = tokenizer.pad_token_id, tokenizer.unk_token_id
+        tokens = *self.ends, *self.special_ids(self.end_text), *padding
+        ends = {self.end_text, self.earlier_end, *map(self.text_of, tokens)}
         either = one_of(filter(None, ends)).pattern
         self.brought = re.compile(rf"(?:(?:{either})\s*)+\Z")  # ends that a reply has in its text
 
@@ -406,16 +423,21 @@ class Encoder:
     def one_turn(self, reply: Any) -> Any:
         """Return a reply without the ends in its text, since it gets one.
 
-        Raises UserError if it contains the start of another turn.
+        Raises UserError if it contains the start of another turn, or an end within.
         """
         if isinstance(reply, dict):
             return {**reply, "content": self.one_turn(reply["content"])}
         reply = self.brought.sub("", reply)
-        for start in filter(reply.__contains__, self.starts):
-            problem = f"contains {data.shown(start)}, with which the chat template begins a turn"
-            fix = "remove it, use messages, or --chat_template none"
-            raise UserError(f"reply: {problem} (expected the text of one turn); {fix}")
+        self.check_one_turn("reply", reply, [*self.starts, *self.special_end])
         return reply
+
+    def check_one_turn(self, name: str, text: str, borders: Iterable[str]) -> None:
+        """Raise UserError if a text contains one of the tokens that begin or end a turn."""
+        for border in filter(text.__contains__, borders):
+            verb = "ends" if border in self.special_end else "begins"
+            problem = f"contains {data.shown(border)}, with which the chat template {verb} a turn"
+            fix = "remove it, use messages, or --chat_template none"
+            raise UserError(f"{name}: {problem} (expected the text of one turn); {fix}")
 
     def ids(self, *texts: str) -> list[Ids]:
         """Return the token ids of each text, with at most one BOS: a template may add a second.
@@ -458,9 +480,14 @@ class Encoder:
         It is not truncated. notes: what the data report counts about the prompt's end.
         """
         chosen, rejected = self.one_turn(chosen), self.one_turn(rejected)
+        if not (plain_text(chosen).strip() and plain_text(rejected).strip()):
+            raise data.Unusable("empty response")  # but for its end
         if self.templated and isinstance(prompt, list):
             prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
+        special_starts = [start for start in self.starts if start in self.special]
+        for turn in messages_of(prompt) if self.templated else []:
+            self.check_one_turn("prompt", turn["content"] or "", special_starts)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
         prompt_ids, *full_ids = self.ids_of_texts_that_begin_alike(text, *full_texts)
@@ -474,6 +501,9 @@ class Encoder:
         question, *answers = map(plain_text, (prompt, chosen, rejected))
         if len(question) >= 20 and all(answer.startswith(question) for answer in answers):
             notes.add(REPEATED)
+        endings = map(FOREIGN_END.search, answers)
+        if any(ending and ending[0].strip() not in self.special for ending in endings):
+            notes.add(FOREIGN)
         first, second = [ids[boundary:] + self.added_end for ids in (full_ids[0], full_ids[-1])]
         return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes
 

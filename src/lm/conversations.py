@@ -5,11 +5,14 @@ from typing import Any
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record, Unusable
+from lm import chat_template
 from lm.chat_template import HUMAN, THOUGHTS, Encoder, Prompt, Reply, check_text_only, system_of
 
+EMPTY: tuple = (None, "", [], {})
 UNORDERED = "user and assistant do not alternate"
 QUESTIONS = ("question", "instruction", "messages", "conversations", "query", "input")
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
+FIRST_HUMAN = re.compile(r"\A\s*Human:")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
 # First letters of the roles, the last of which is the assistant's. Any other order than the usual
@@ -17,7 +20,9 @@ ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "t
 USUAL = "[sd]?(u(at+)*a)+"
 POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
 TEXT_TYPES = (None, "text", "input_text", "output_text")
-MORE = (*THOUGHTS, "tool_calls", "tool_call_id")  # what a template may show of a message
+BASIC = {"role", "from", "content", "value", "name"}  # of a message
+BASIC |= {*chat_template.WEIGHTS, *chat_template.MEDIA}
+MORE = {*THOUGHTS, "tool_calls", "tool_call_id"}  # what most templates show besides
 
 
 def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]:
@@ -74,12 +79,16 @@ def _without_weights(turns: list[dict]) -> list[dict]:
 def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
     """Return prompt, chosen and rejected of two texts of turns."""
     conversations: dict = {turn["role"]: turn["content"] for turn in system_of(record)}
+    prompt = str(record.data.get("prompt") or "")
+    if prompt and not prompt.startswith(HUMAN):  # it repeats a turn of both
+        conversations["prompt"] = prompt
     for side in sides:
         text = data.text(record, side, may_be_empty=True)
         if not text.strip():
             raise Unusable("empty response")
+        text = FIRST_HUMAN.sub(HUMAN, text)
         if not text.startswith(HUMAN):
-            text = str(record.data.get("prompt") or "") + text
+            text = prompt + text
         if not text.startswith(HUMAN):
             raise data.wrong_value(record, side, text, f"a text that begins with {HUMAN!r}")
         conversations[side] = [
@@ -87,18 +96,42 @@ def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
             for role, content in TURN.findall(text)
         ]
     try:
-        prompt, *replies = chat(record._replace(data=conversations), "prompt", *sides)
+        turns, *replies = chat(record._replace(data=conversations), "prompt", *sides)
     except UserError as error:  # a few rows of HH
         raise Unusable(UNORDERED) from error
-    if isinstance(prompt, list) and not re.fullmatch(USUAL, letters_of(prompt) + "a"):
+    if isinstance(turns, list) and not re.fullmatch(USUAL, letters_of(turns) + "a"):
         raise Unusable(UNORDERED)
-    return prompt, replies[0], replies[1]
+    return turns, replies[0], replies[1]
+
+
+def with_known_fields(
+    record: Record, fields: tuple[str, ...], shown: set[str]
+) -> tuple[Record, set[str]]:
+    """Return a record whose messages have only fields that are read or shown, and the other names.
+
+    shown: fields of a message that the chat template shows.
+    """
+    unread: set[str] = set()
+
+    def known(field: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [known(field, item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "messages" in value:
+            return {**value, "messages": known(field, value["messages"])}
+        others = value.keys() - BASIC - MORE - shown if value.keys() & BASIC else set()
+        unread.update(f"{field}[].{name}" for name in others if value[name] not in EMPTY)
+        return {name: value[name] for name in value if name not in others}
+
+    changed = {name: known(name, record.data[name]) for name in fields if name in record.data}
+    return record._replace(data=record.data | changed), unread
 
 
 def messages_of(record: Record, field: str, role: str = "assistant") -> list[dict]:
     """Return the messages in a field; a text is one of `role`.
 
-    A message has "role", "content", "weight" if that is 0, and what it has of MORE.
+    A message has "role", "content", "weight" if that is 0, and what else it has.
     """
     value = record.data.get(field)
     if field not in record.data or isinstance(value, str):
@@ -116,13 +149,15 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
 
 def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     is_trained = check_text_only(record, place, message, may_be_0=True)
-    name = "from" if "from" in message else "role"
+    name = "role" if message.get("from") is None else "from"
     role = ROLES.get(str(message.get(name)))
     if not role:
         expected = "system, developer, user, assistant or tool"
         raise data.wrong_value(record, f"{place}.{name}", message.get(name), expected)
-    names = (*MORE, "name") if role == "tool" else MORE
-    more = {key: message[key] for key in names if message.get(key)}
+    names = message.keys() - (BASIC - {"name"} if role == "tool" else BASIC)
+    more = {key: message[key] for key in message if key in names and message[key] not in EMPTY}
+    for key in more.keys() & {*THOUGHTS}:
+        data.text(Record(record.location, {f"{place}.{key}": more[key]}), f"{place}.{key}")
     if "tool_calls" in more:
         from lm import tool_calls
 
@@ -151,7 +186,7 @@ def _text_of_part(record: Record, place: str, part: Any) -> str:
 
 def reply_of(turn: dict) -> Reply:
     """Return the text of a turn, or the turn if there is more to it."""
-    return turn if turn.keys() & {*MORE} else turn["content"]
+    return turn if turn.keys() - {"role", "content", "weight"} else turn["content"]
 
 
 def check_order(record: Record, field: str, turns: list[dict], last: str) -> list[dict]:

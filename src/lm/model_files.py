@@ -206,12 +206,16 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     if not tokenizer.is_fast or not file.is_file():
         return tokenizer
     expected = PreTrainedTokenizerFast(tokenizer_file=str(file)).tokenize(PROBE)
-    with contextlib.suppress(Exception):  # tokenizers raises only such ones
+    try:
         tokens = tokenizer.tokenize(PROBE)
-        # tokenizer_config.json decides on a space before the first word
-        count = min(len(tokens), len(expected)) - 2
-        if tokens[-count:] == expected[-count:]:
-            return tokenizer
+    except Exception as error:
+        if type(error) is not Exception:  # what the library tokenizers raises
+            raise
+        tokens = []
+    # tokenizer_config.json decides on a space before the first word
+    count = min(len(tokens), len(expected)) - 2
+    if tokens[-count:] == expected[-count:]:
+        return tokenizer
     kind = type(tokenizer).__name__
     line = f"warning: {file.parent}: {kind} of transformers splits texts in another way than"
     distributed.warn(f"{line} tokenizer.json; the file is right, and is used")
@@ -278,8 +282,8 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # the library tokenizers raises plain exceptions
-        if out_of_memory(error) or not (isinstance(error, FAULTS) or type(error) is Exception):
+        is_fault = isinstance(error, FAULTS) or type(error) is Exception  # of tokenizers
+        if not is_fault or out_of_memory(error):
             raise
         from ddp_utils import data_sets  # it is not needed for folders
 

@@ -51,10 +51,12 @@ WINNERS = {"label", "labels", "choice", "verdict", "human_label", "winner", "win
 WINNERS |= {"preference", "preference_strength", "overall_preference", "overall_pref", "better_idx"}
 WINNERS |= {"better_response_id", "safer_response_id", "preferred_response", "score_a", "score_0"}
 WINNERS |= {"conv_a_rating", "response1_score"}
-WORDS = ("score", "rating", "reward", "avg_rating", "rm_score", "helpfulness")
-SCORES = {f"chosen_{word}" for word in WORDS} | {f"{word}_chosen" for word in WORDS}
-MARGINS = {"score", "margin"} | {f"{word}_margin" for word in WORDS}
-MARGINS |= {f"{word}_diff" for word in WORDS} | {f"{word}_difference" for word in WORDS}
+WORDS = "score rating reward rewards avg_rating rm_score overall_score judge_score helpfulness"
+SCORES = {f"chosen_{word}" for word in WORDS.split()}
+SCORES |= {f"{word}_chosen" for word in WORDS.split()}
+MARGINS = {"score", "margin"}
+for _ending in ("margin", "diff", "difference", "gap", "delta"):
+    MARGINS |= {f"{word}_{_ending}" for word in WORDS.split()}
 # Two responses of a row of a public data set -> its name, and where the first one is better
 EITHER = {
     ("human_ref_A", "human_ref_B"): ("SHP", "labels is 1"),
@@ -81,11 +83,18 @@ CONVERTED |= {
     ("output", "label"): ("KTO", "combine a row of label 1 and one of label 0"),
     ("messages", "rejected_response"): ("ms-swift", "copy the prompt of messages to rejected"),
 }
+# fields of other formats that are probably part of the prompt or of the replies
+CONTEXT = {"history", "chat_history", "context", "input", "documents", "document", "functions"}
+CONTEXT |= {"system_message", "instruction", "question", "query", "reasoning", "reasoning_content"}
+CONTEXT |= {"thinking", "cot"}
+# how a text of several turns begins
+TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
 # how a text begins that is the text of messages, and what it has: a role, and a text or a call
 OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
-ROLE = "system|developer|user|human|assistant|gpt|tool"
-ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?:{ROLE})["']"""
+ROLE = "system|developer|user|human|assistant|gpt|tool|model|bot|chatbot|function"
+ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?i:{ROLE})["']"""
 OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
+EXCEL = 32_767  # characters of a cell, of which Excel drops the rest
 PARTS = [re.compile(ROLE), re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
 # what is counted of rows that are compared with others -> what to do if it is more than 1 %
 DUPLICATES = "exact duplicates"
@@ -225,11 +234,18 @@ def encode_rows(
             from lm import tool_calls
 
             arguments = tool_calls.template_arguments(record, encoder.check_arguments)
+        unread: set[str] = set()
+        if any(isinstance(record.data.get(name), list | dict) for name in format.fields):
+            from lm import conversations
+
+            shown = encoder.shown_fields
+            record, unread = conversations.with_known_fields(record, format.fields, shown)
         row, whole, notes = encode(record, format, encoder.with_arguments(arguments))
         hashes = [hash(tuple(part)) for part in whole[:3]]
         notes |= {"truncated"} if row != whole else set()
         names = record.data.keys() - {*format.fields, *ALWAYS_READ}
         not_read = [name for name in names if record.data[name] not in (None, "", [], {})]
+        not_read += unread
         row = row._replace(extra=extra) if extra else row
         return Encoded(row, hashes, whole.lengths, notes, not_read)
 
@@ -311,6 +327,11 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
             count = report["notes"].get(note, 0)
             if 2 * count > report["used"]:
                 lines.append(f"warning: {split}: {count} of {report['used']} rows {problem}")
+        unread = CONTEXT.intersection(report["fields_not_read"].split(", "))
+        if unread:
+            problem = f"{', '.join(sorted(unread))}: not read in the format {report['format']}"
+            hint = "if they belong to the prompt or the replies, write them there"
+            lines.append(f"warning: {split}: {problem}; {hint}")
         rows = len(data.get(split, ())) or report["used"]  # fewer with --max_eval_rows
         for note, remedy in COMPARED.items():
             count = report["notes"].get(note, 0)
@@ -334,7 +355,7 @@ def describe(split: str, report: dict) -> str:
     if not report["template"]:
         parts.append("no chat template")
     if report["fields_not_read"]:
-        parts.append(f"not read: {report['fields_not_read']:.100}")
+        parts.append(f"not read: {report['fields_not_read']:.400}")
     return "; ".join(parts)
 
 
@@ -394,8 +415,9 @@ def messages_in(value: Any) -> Any:
 
 def is_text_of_messages(value: Any) -> bool:
     """Return whether a value is a text that looks like a list of messages, or like one of them."""
-    is_text = isinstance(value, str) and OPENING.match(value) and value.rstrip()[-1] in "]})"
-    return bool(is_text and all(part.search(value) for part in PARTS))
+    is_text = isinstance(value, str) and OPENING.match(value)
+    is_whole = is_text and (value.rstrip()[-1] in "]})" or len(value) >= EXCEL)
+    return bool(is_whole and all(part.search(value) for part in PARTS))
 
 
 def check_not_python(record: Record, name: str) -> None:
@@ -406,6 +428,7 @@ def check_not_python(record: Record, name: str) -> None:
             data.ROWS.decode(value)
         except (ValueError, RecursionError) as error:
             problem = "a text of messages that is not JSON, such as str() writes in Python"
+            problem += f" or Excel cuts off after {EXCEL} characters" if len(value) >= EXCEL else ""
             hint = "use json.dumps, or save the data as JSON Lines or Parquet"
             problem = f"{problem} (expected messages, or their JSON text); {hint}"
             raise UserError(f"{record.location}: {name}: {problem}") from error
@@ -415,6 +438,8 @@ def find_format(record: Record) -> Format:
     """Return the format that has the fields of a record."""
     responses = [record.data.get(side) for side in SIDES]
     is_pair = record.data.keys() >= {*SIDES}
+    if is_pair and any(TRANSCRIPT.match(str(x)) for x in responses):
+        return Format("transcript", (*SIDES, "prompt"), "transcript")
     if is_pair and str(record.data.get("prompt")).startswith(HUMAN):
         return Format("transcript", FIELDS["prompt"], "transcript")
     kinds = [type(value) for value in (record.data.get("prompt"), *responses) if value != {}]
@@ -424,8 +449,6 @@ def find_format(record: Record) -> Format:
         if record.data.keys() >= set(fields):
             more = ("input", "history") if name == "instruction" else ()
             return Format(name, (*fields, *more), name)
-    if any(str(response).startswith(HUMAN) for response in responses):
-        return Format("transcript", SIDES, "transcript")
     raise unknown_format(record, "prompt, chosen, rejected or another format of docs/data.md")
 
 
@@ -460,12 +483,14 @@ def check_direction(record: Record) -> None:
 
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
-    fields = {name.lower().replace("-", "_"): name for name in record.data}
+    snake = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # scoreChosen, score-chosen
+    fields = {snake.sub("_", name).lower(): name for name in record.data}
     for name, original in fields.items():
         value = record.data[original]
         if name in WINNERS and isinstance(value, str | int | float):
             # a longer text is about something else
-            is_wrong = str(value).lower() not in ("true", "chosen", "") and len(str(value)) < 40
+            word = str(value).strip().lower()
+            is_wrong = word not in ("true", "chosen", "") and len(word) < 40
         elif name in SCORES:
             other = record.data.get(fields.get(name.replace("chosen", "rejected")))
             is_wrong = _number(value) < _number(other)
@@ -496,6 +521,12 @@ def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Re
             problem = "must be one response (a text, or a list of messages), not several ones"
             raise UserError(f"{record.location}: {side}: {problem}; write one row for each")
     if format in TEXTS:
+        for side in SIDES:
+            if TRANSCRIPT.match(str(record.data.get(side))):
+                expected = (
+                    "one reply, not turns of Human and Assistant as in the first row's format"
+                )
+                raise data.wrong_value(record, side, record.data[side], expected)
         history = history_of(record) if format == "instruction" else []
         prompt = question(record, format, history)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)

@@ -23,7 +23,10 @@ def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dic
     arguments = check(arguments or {}, place)
     place = f"{record.location}: tools"
     if isinstance(tools, str):
-        tools = data.decode(tools, place)
+        tools = data.decode(tools, place) if tools.strip() else None
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools and not is_list:
+        raise data.wrong_value(record, "tools", tools, "a list of objects")
     arguments |= check({"tools": tools} if tools else {}, place)
     check_finite(record, "tools or chat_template_kwargs", arguments)
     return arguments
@@ -39,7 +42,7 @@ def read(record: Record, place: str, calls: Any) -> list[dict]:
     made = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or "name" not in function:
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = '[{"function": {"name": ..., "arguments": {...}}}]'
             raise data.wrong_value(record, place, calls, expected)
         function = {ARGUMENTS.get(name, name): value for name, value in function.items()}
@@ -65,8 +68,9 @@ def with_arguments(call: dict, as_text: bool) -> dict:
 
 
 def check_finite(record: Record, field: str, value: Any) -> None:
-    """Raise UserError if NaN or infinity is somewhere in a value."""
+    """Raise UserError if NaN, infinity or half a surrogate pair is somewhere in a value."""
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:
-        raise data.wrong_value(record, field, value, "without NaN and infinity") from error
+        expected = "without NaN, infinity and half surrogate pairs"
+        raise data.wrong_value(record, field, value, expected) from error

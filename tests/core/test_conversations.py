@@ -133,6 +133,27 @@ def test_a_reply_that_axolotl_does_not_train_is_read_only(tmp_path):
     assert "Wait." in tok.decode(text.prompt) and tok.decode(text.reply).startswith("Because.")
 
 
+def test_a_template_gets_the_fields_of_messages_that_it_shows(tmp_path):
+    """OLMo's template shows functions of a message; ids and notes are for people."""
+    shows = "{% if m['functions'] %}[{{ m['functions'] }}]{% endif %}{{ m.role }}"
+    template = TOOLS.replace("{{ m.role }}", shows)
+    asked = turn("user", "Time?", functions="f(zone)", id=7)
+    replied = turn("assistant", "Noon.", functions="g()", note="good")
+    [text, tok] = read(tmp_path, {"messages": [asked, replied]}, template)
+    own = tok.apply_chat_template([asked, replied], return_dict=False)
+    assert text.prompt + text.reply == own[: text.num_tokens]
+    assert "[f(zone)]user" in tok.decode(text.prompt)
+    path = tmp_path / "rows.jsonl"
+    report = reading.texts(path, Encoder(chat_tokenizer(template)))[1]
+    assert report["fields_not_read"] == "messages[].id, messages[].note"
+
+
+def test_no_tools_may_be_an_empty_text_as_in_a_table(tmp_path):
+    for nothing in ("", " ", None, []):
+        text, tok = read(tmp_path, {"messages": SINGLE, "tools": nothing}, TOOLS)
+        assert text == read(tmp_path, {"messages": SINGLE}, TOOLS)[0]
+
+
 def test_a_call_ends_as_the_template_ends_it(tmp_path):
     row = {"prompt": [ASKED], "chosen": CALLED[1:], "rejected": "No.", "tools": SCHEMAS}
     pair, tok = read(tmp_path, row, CALL_END, reading.pairs)
@@ -234,8 +255,8 @@ UNSUPPORTED = [
     (LOSSY, {"messages": THOUGHT}, "reply: the chat template renders 'Hm.' as 'Noon.'"),
     (GEMMA, {"messages": [ASKED, turn("assistant", "1", thinking="Hm.")]}, "support thinking"),
     (NO_SYSTEM, {"messages": [turn("system", "Be kind."), *SINGLE]}, "does not support system"),
-    (TOOLS, {"messages": SINGLE, "tools": [float("nan")]}, "tools or chat_template_kwargs: must"),
-    (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "--chat_template: Tools should either be a"),
+    (TOOLS, {"messages": SINGLE, "tools": [float("nan")]}, "tools: must be a list of objects"),
+    (TOOLS, {"messages": SINGLE, "tools": {"a": 1}}, "tools: must be a list of objects"),
     (TOOLS, {"messages": SINGLE, "chat_template_kwargs": [1]}, "_kwargs: must be an object"),
     (TOOLS, {"messages": SINGLE, "chat_template_kwargs": {"x": 1}}, "template does not use x"),
     (TOOLS, {"messages": [ASKED, turn("tool", "1"), SINGLE[1]]}, "the roles are user, tool, ass"),
@@ -249,6 +270,15 @@ UNSUPPORTED = [
     ),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=KWARGS)]}, "must be calls with"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "1", train_detail=[{}])]}, "train_detail: must"),
+    (
+        TOOLS,
+        {"messages": [ASKED, turn("assistant", "1", reasoning_content=["Hm."])]},
+        "non-empty s",
+    ),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "1", reasoning_content="\ud800")]}, "half surr"),
+    (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"name": 1}])]}, "must be [{"),
+    (TOOLS, {"messages": SINGLE, "tools": [{"name": "\ud800"}]}, "and half surrogate pairs"),
+    (TOOLS, {"messages": SINGLE, "tools": 5}, "tools: must be a list of objects, not 5"),
     (TOOLS, {"messages": [ASKED, turn("assistant", "", tool_calls=[{"id": 1}])]}, "must be [{"),
 ]
 

@@ -114,6 +114,10 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"scores": {"chosen": 1, "rejected": 9}},
     {"overall_pref": "B-is-clearly-better"},  # MultiPref
     {"better_idx": 0},
+    {"scoreChosen": 1, "scoreRejected": 5},
+    {"chosen_judge_score": 1, "rejected_judge_score": 5},
+    {"reward_gap": -3},
+    {"winner": " Rejected "},
     {"response1_score": 2, "response2_score": 1},
     {"chosen-avg-rating": 3, "rejected_avg_rating": 4},
 ]
@@ -131,7 +135,7 @@ OTHER = [  # fields whose names do not mean that one response is better
 RIGHT = [{"score_chosen": 8.5, "score_rejected": 8.5}, {"chosen_score": 5}, {"margin": math.nan}]
 RIGHT += [
     {"score": 0.7},
-    {"preference": "chosen"},
+    {"preference": " Chosen"},
     {"label": True},
     {"labels": ["math"]},
     {"margin": 0.0, "score": 0},  # a tie
@@ -257,6 +261,26 @@ def test_fields_that_are_not_read_are_named(tmp_path):
     assert len(pairs) == 1 and report["fields_not_read"] == "metadata, sytem"
 
 
+def test_fields_of_messages_that_are_not_read_are_named(tmp_path):
+    """Of a reply with a mask in a name that is read, nothing is trained."""
+    turns = [user("1"), {**assistant("bad"), "loss_mask": 0, "votes": 3}, user("2"), assistant("x")]
+    (tmp_path / "f.jsonl").write_text(json.dumps({"messages": turns}))
+    tokenizer = load_tokenizer("data/demo/model")
+    [text], report = reading.texts(tmp_path / "f.jsonl", Encoder(tokenizer))
+    assert report["fields_not_read"] == "messages[].votes"
+    assert "bad" in tokenizer.decode(text.prompt) and "bad" not in tokenizer.decode(text.reply)
+
+
+def test_fields_that_another_format_reads_are_a_warning(tmp_path):
+    row = {"prompt": "q", **TEXT, "history": [["a", "b"]], "id": 1}
+    (tmp_path / "f.jsonl").write_text(json.dumps(row))
+    _, report = reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
+    lines = preference_data.describe_all({"train": report}, {"val": [1]})
+    assert lines[0].endswith("not read: history, id")
+    assert lines[1].startswith("warning: train: history: not read in the format prompt; if they ")
+    assert len(lines) == 2
+
+
 def test_conversations_that_differ_before_the_last_message_are_unusable():
     first = [user("1"), assistant("x")]
     for chosen, rejected in (
@@ -322,6 +346,43 @@ def test_a_response_may_be_the_json_text_of_messages_and_tools(tmp_path):
     (tmp_path / "d").write_text(json.dumps({**texts, "rejected": json.dumps({"messages": []})}))
     with pytest.raises(UserError, match="d:1: chosen"):
         reading.pairs(tmp_path / "d", encoder)
+
+
+def test_a_text_of_messages_that_excel_has_cut_off_is_an_error(tmp_path):
+    turns = json.dumps([user("hi"), assistant("so " * 20_000)])
+    row = {"prompt": "q", "chosen": turns[:32_767], "rejected": "y"}
+    (tmp_path / "f.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="f.jsonl:1: chosen: .*or Excel cuts off after 32767 char"):
+        reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
+
+
+# --- the ends of replies -------------------------------------------------------------------------
+
+
+def test_a_reply_gets_one_end_and_has_none_within(tmp_path):
+    """Decoded replies may also have the token that pads them."""
+    tokenizer = load_tokenizer("data/demo/model")
+    tokenizer.add_special_tokens({"pad_token": "<|endoftext|>"})
+    encoder = Encoder(tokenizer)
+    end = encoder.end_text
+    plain = encoder.encode("f:1", "q", "yes", "no")[0]
+    for behind in (end, f"{end}<|endoftext|>", f"{end}\n<|endoftext|><|endoftext|>"):
+        assert encoder.encode("f:1", "q", f"yes{behind}", "no")[0] == plain
+    path = tmp_path / "f.jsonl"
+    rows = [{"prompt": "q", "chosen": end, "rejected": "no"}, {"prompt": "q", **TEXT}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert reading.pairs(path, encoder)[1]["dropped"] == {"empty response": 1}
+    path.write_text(json.dumps({"prompt": "q", "chosen": f"a{end}\nuser\nb", "rejected": "no"}))
+    with pytest.raises(UserError, match="f.jsonl:1: reply: contains .*, with which .* ends a turn"):
+        reading.pairs(path, encoder)
+
+
+def test_ends_of_another_models_replies_are_a_warning(tmp_path):
+    rows = [{"prompt": f"{n}", "chosen": "yes<|eot_id|>", "rejected": "no\n</s>"} for n in "123"]
+    (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, report = reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
+    lines = preference_data.describe_all({"train": report}, {"val": rows})
+    assert lines[1].startswith("warning: train: 3 of 3 rows have replies that end with a token")
 
 
 # --- rows against each other ---------------------------------------------------------------------
@@ -420,6 +481,17 @@ def test_transcripts_are_split_before_the_last_turn_of_the_assistant():
             assert read({"chosen": rejected, "rejected": chosen}, "transcript") == expected
 
 
+def test_transcripts_beside_a_prompt_are_no_replies(tmp_path):
+    for begin in ("\n\n", "", "\n"):
+        sides = {side: f"{begin}Human: q\n\nAssistant: {TEXT[side]}" for side in TEXT}
+        assert read({"prompt": "q", **sides}) == ([user("q")], "x", "y")
+        assert read({"prompt": "another one", **sides}) == "prompts differ"
+        rows = [{"prompt": "q", **TEXT}, {"prompt": "q", **sides}]
+        (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(UserError, match="f.jsonl:2: chosen: must be one reply, not turns of"):
+            reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
+
+
 def test_a_prompt_may_be_a_transcript():
     for sides in (TEXT, {side: f"{QUESTION}\n\nAssistant: {text}" for side, text in TEXT.items()}):
         row = {"prompt": f"{QUESTION}\n\nAssistant:", **sides}
@@ -479,7 +551,11 @@ def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_
     with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
         reading.texts(path, Encoder(tokenizer))
     path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
-    assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1
+    if "<|im_start|>" in begin:  # it would be the token with which this template begins a turn
+        with pytest.raises(UserError, match=r"f.jsonl:1: prompt: contains <\|im_start\|>, with"):
+            reading.texts(path, Encoder(tokenizer))
+    else:
+        assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1
 
 
 @pytest.mark.parametrize("template", OWN)
