@@ -34,6 +34,7 @@ from ddp_utils.run import Run
 from lm import instruction_data, logps, models, parallel
 from lm import preference_data as preferences
 from lm.chat_template import Encoder, date_of
+from lm.checks import warn_of_guessing
 from lm.logps import Pair
 from lm.meter import Meter
 from lm.settings import default_rate
@@ -137,6 +138,7 @@ def check_first_loss(policy: Policy, loss: float, rows: list, config: Config, ru
 
     Raises UserError with both losses.
     """
+    warn_of_guessing(loss, policy.scorer.unwrap())
     has_dropout = config.lora_dropout and config.init_adapter  # B of a new LoRA is 0
     if policy.precision == torch.float32 and not has_dropout:
         expected = evaluate(policy, rows, config, run)["loss"]

@@ -52,6 +52,8 @@ LAUNCHERS = {
     "mpiexec": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
     "srun": "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE",
 }
+# numbers of processes of flux, MVAPICH and jsrun
+OTHER_SIZES = ("FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 COMPLETE = {"environment", "pals", "mpirun"}  # set all of their names, or none
 SHELLS = {"bash", "csh", "fish", "sh", "tcsh", "zsh"}  # `srun --pty bash` is a job of this name
 BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU of its own
@@ -119,6 +121,10 @@ def whoami(env: Mapping[str, str] = os.environ) -> World:
         if launcher in COMPLETE and names[0] and not is_alone:
             missing = all_names.split()[names.index("")].replace("|", " or ")
             problem = f"{names[0]} is set, but {missing} is not; export it, or {one_process}"
+    for name in OTHER_SIZES:
+        if env.get(name, "1") != "1":
+            problem = f"{name} is {env[name]}, but no supported launcher has set it; use srun, "
+            problem += f"mpiexec or torchrun, or for one process run: unset {name}"
     if problem:
         raise UserError(problem)
     return World()

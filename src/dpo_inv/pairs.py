@@ -366,13 +366,19 @@ def parse_sequence(text: str, backbone: Structure, where: str) -> np.ndarray:
     The text must have one letter for each residue of the designed chains, or for each residue
     number including skipped ones, or for each residue that is not modified; otherwise UserError.
     """
-    text = re.sub(r"[\s/]", "", text).upper().replace("-", "X")  # FASTA has line breaks
+    text = re.sub(r"\s", "", text).upper().replace("-", "X")  # FASTA has line breaks
+    observed = backbone.observed & backbone.in_design
+    sizes = [*Counter(backbone.chain_encoding[observed].tolist()).values()]  # residues of chains
+    given = [*map(len, text.split("/"))]
+    if len(given) == len(sizes) > 1 and given != sizes and sum(given) == sum(sizes):
+        problem = f"the chains have {given} letters, but in this order {sizes} residues"
+        raise UserError(f"{where}: {problem}; write the chains in the order of the file")
+    text = text.replace("/", "")
     invalid = sorted({*text} - {*ALPHABET})
     if invalid:
         raise UserError(f"{where}: {', '.join(invalid)!r} not in {ALPHABET}")
     letters = encode(text)
     sequence = encode(backbone.sequence)
-    observed = backbone.observed & backbone.in_design
     unmodified = observed & (sequence != UNKNOWN)
     sequence[backbone.in_design] = UNKNOWN
     length = int(backbone.numbering[backbone.in_design][-1]) + 1

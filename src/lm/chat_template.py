@@ -485,9 +485,9 @@ class Encoder:
         if self.templated and isinstance(prompt, list):
             prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
-        special_starts = [start for start in self.starts if start in self.special]
+        special_starts = filter(self.special.__contains__, self.starts)
         for turn in messages_of(prompt) if self.templated else []:
-            self.check_one_turn("prompt", turn["content"] or "", special_starts)
+            self.check_one_turn("prompt", turn["content"] or "", [*special_starts])
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
         prompt_ids, *full_ids = self.ids_of_texts_that_begin_alike(text, *full_texts)

@@ -1,12 +1,13 @@
 """The check of a training step on preference pairs."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_utils import checks
+from ddp_utils import checks, distributed
 from ddp_utils.distributed import World
 from ddp_utils.losses import Known
 from ddp_utils.policy import Policy
@@ -39,9 +40,25 @@ def check_pairs(
 
     checks.check_step(policy, step, means, pairs, score, fine_tuning)
     if ref_logps is not None:
+        nll = -ref_logps[:, 0].sum().item() / sum(len(pair.chosen) for pair in pairs)
+        warn_of_guessing(nll, policy.scorer.unwrap())
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
         expected = loss_at_reference(policy.scorer, pairs, ref_logps, loss_of, micro_batch_size)
         checks.check_first_step(policy, means, score(), ref_logps, tokens, pairs, expected)
+
+
+def warn_of_guessing(nll: float, model: Any) -> None:
+    """Print a warning if a model predicts texts worse than a guess before it is trained.
+
+    nll: negative log-likelihood per token, in nats; that of a guess is ln(vocabulary size).
+    """
+    guess = math.log(model.config.get_text_config().vocab_size)
+    if nll > 1.2 * guess:
+        problem = (
+            f"before training, the NLL of a token is {nll:.2f} nats, that of a guess {guess:.2f}"
+        )
+        hint = "use the model's own tokenizer, intact weights, and the base model of an adapter"
+        distributed.warn(f"warning: {problem}; {hint}")
 
 
 @torch.no_grad()

@@ -30,6 +30,8 @@ INSTEAD = {
     f"`{ZERO.replace('{at}', '{at}/..')}`, and {COPY}",
     "*_world_size_*_rank_*.pt */*_world_size_*_rank_*.pt": "{file} is a shard of verl; run `python "
     "-m verl.model_merger merge --backend fsdp --local_dir {at} --target_dir NEW`",
+    "model/model.safetensors* model/adapter_model.safetensors": "the weights are in a folder of "
+    "it; use {at}",
     "state.safetensors checkpoints/*/state.safetensors": "{file} is a checkpoint of an unfinished "
     "run; run its command again, and use the folder model of the run",
     "model-*-of-*.safetensors": "{file} is one of several files, and their index is missing; copy "
@@ -70,6 +72,9 @@ def problem_of(folder: Path, expects_adapter: bool, needs_weights: bool = True) 
         shards = {*map(str, data.read_json(folder / index).get("weight_map", {}).values())}
         if not all(name.endswith(".safetensors") for name in shards):
             return f"{index} names files that are not safetensors; convert them"
+    both = not is_adapter and {weights, index} <= names
+    if both and weights not in data.read_json(folder / index).get("weight_map", {}).values():
+        return f"{weights} is beside {index}, which names other files; remove the older weights"
     missing = []
     for name in sorted(shards):
         problem = problem_of_file(folder / name)

@@ -300,8 +300,15 @@ def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iter
     """
     config, precision, rows, micro = plan[:4]
     longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))
-    folder = model_files.model_path(config.model_name)
-    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    name = config.model_name
+    while model_files.is_adapter(name, needs_weights=False):
+        from lm import lora
+
+        name = lora.base_of(name)
+    with model_files.reading(f"--model_name: {name}"):
+        folder = model_files.model_path(name)
+        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    models.check_kind(f"--model_name: {name}", model_config)
     sizes = sorted({micro, *SIZES})
 
     @functools.cache

@@ -38,8 +38,11 @@ HUB_FILES: tuple[str, ...] = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktok
 HUB_FILES += ("adapter_model.safetensors",)
 # patterns of the files that have a tokenizer's vocabulary
 VOCABULARIES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*", "*.bpe")
-# a text that tokenizers split in different ways: numbers, apostrophes, white space, other scripts
-PROBE = "\n1984 cats,  don't\n\n\tI'LL say (x_1<y):\nz = 12345.67; naïve Größe 你好，世界 😀"
+# a text that tokenizers split in different ways: numbers, apostrophes, white space, other scripts,
+# an accent of its own, which some normalizers join to its letter
+PROBE = (
+    "\n1984 cats,  don't\n\n\tI'LL say (x_1<y):\nz = 12345.67; naïve e\u0301 हिन्दी 你好，世界 😀"
+)
 
 
 class LoraSpec(NamedTuple):
@@ -188,6 +191,11 @@ def read_tokenizer(name: Name) -> Tokenizer:
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
         tokenizer.name_or_path = full_name(name)
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # none if it is not fast
+        if getattr(backend, "fix_mistral_regex", None) is False:
+            problem = "tokenizer.json may split texts in another way than Mistral's own tokenizer"
+            hint = "use the files of AutoTokenizer.from_pretrained(..., fix_mistral_regex=True)"
+            distributed.warn(f"warning: {name}: {problem}; if it is a model of Mistral, {hint}")
         template = path / "chat_template.json"  # transformers reads it for processors only
         if not tokenizer.chat_template and template.is_file():
             tokenizer.chat_template = data.read_json(template).get("chat_template")
@@ -205,21 +213,32 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     """
     if not tokenizer.is_fast or not file.is_file():
         return tokenizer
-    expected = PreTrainedTokenizerFast(tokenizer_file=str(file)).tokenize(PROBE)
+    own = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    special = [token.content for token in own.added_tokens_decoder.values() if token.special]
+    # if tokenizer_config.json decides on a space before the first word, that is not compared
+    decides = tokenizer.init_kwargs.get("add_prefix_space") is not None
+    text = PROBE if decides else "".join([PROBE, *special[:1], " ", PROBE])
+    expected = own.tokenize(text)
     try:
-        tokens = tokenizer.tokenize(PROBE)
+        tokens = tokenizer.tokenize(text)
     except Exception as error:
         if type(error) is not Exception:  # what the library tokenizers raises
             raise
         tokens = []
-    # tokenizer_config.json decides on a space before the first word
-    count = min(len(tokens), len(expected)) - 2
-    if tokens[-count:] == expected[-count:]:
+    if decides:
+        count = min(len(tokens), len(expected)) - 2
+        tokens, expected = tokens[-count:], expected[-count:]
+    if tokens == expected:
         return tokenizer
     kind = type(tokenizer).__name__
     line = f"warning: {file.parent}: {kind} of transformers splits texts in another way than"
     distributed.warn(f"{line} tokenizer.json; the file is right, and is used")
-    return PreTrainedTokenizerFast.from_pretrained(file.parent, trust_remote_code=False)
+    named = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):  # a class has some of its own
+        token = getattr(tokenizer, name)
+        if token in own.get_vocab():
+            named[name] = token
+    return PreTrainedTokenizerFast.from_pretrained(file.parent, trust_remote_code=False, **named)
 
 
 def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:

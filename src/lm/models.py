@@ -54,7 +54,8 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
     quantization = quantization_of(config)
     if quantization:
         advice = f"its weights are quantized ({quantization}); use the original model; "
-        advice += "train.py --type qlora quantizes that while loading it"
+        advice += "train.py --type qlora quantizes that while loading it; if they are not, remove "
+        advice += "the quantization from config.json"
     elif is_encoder or config.is_encoder_decoder:
         advice = f"{config.model_type} reads a text in both directions; use a causal model"
     elif type(config) not in auto_class(config)._model_mapping:
@@ -129,12 +130,14 @@ def load(
     with reading(place):
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
+    config.return_dict = True  # outputs have names
     with reading(place):
         folder = model_files.model_path(name, with_weights=True)
         if device != META:
             model_files.read_ahead(name)
         loaded: Any = (model_class or auto_class(config)).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,

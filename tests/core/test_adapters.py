@@ -380,6 +380,27 @@ def test_an_adapter_under_other_names_is_that_under_its_own(kind, tmp_path, caps
     assert re.fullmatch(r"warning: adapter \S+: \S+ is read as \S+\n", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_patterns_of_an_adapter_may_name_wrapped_layers(tmp_path):
+    """As torch.compile wraps them: the scale of a layer is that of its own pattern."""
+    start = base(tmp_path / "base", "untied")
+    layer = "model.layers.1.self_attn.q_proj"
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_pretrained(start)
+        adapter(tmp_path / "lora", model, target_modules=[layer], alpha_pattern={layer: 320})
+    expected = logits(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "lora")
+    )
+    renamed(tmp_path / "lora", lambda key: key.replace("layers.1.", "layers.1._orig_mod."))
+    file = tmp_path / "lora/adapter_config.json"
+    file.write_text(
+        file.read_text().replace(f'"{layer}": 320', f'"{layer[:14]}._orig_mod{layer[14:]}": 320')
+    )
+    assert "_orig_mod" in file.read_text()
+    made = lora.with_adapter(models.load(str(start), "auto", CPU), tmp_path / "lora")
+    torch.testing.assert_close(logits(made), expected, atol=1e-5, rtol=0)
+
+
 VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 WITH_IMAGES = dict(vision_config=VISION | dict(image_size=28, patch_size=14), image_token_index=93)
 LLAVA = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**WIDE), **WITH_IMAGES)

@@ -77,6 +77,7 @@ CONTRADICTIONS = {  # environment of a process that is alone -> what is wrong, a
     SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=0 SLURM_PTY_PORT=4": "srun has started 6 shells",
     PALS: "PALS_RANKID is set, but PMI_SIZE or PALS_SIZE or WORLD_SIZE is not; ",
     "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2": "but OMPI_COMM_WORLD_LOCAL_RANK is not; ",
+    "FLUX_JOB_SIZE=4": "FLUX_JOB_SIZE is 4, but no supported launcher has set it; use srun, mpi",
     SRUN + " SLURM_JOB_NAME=bash": f"srun has started 6 shells; {ONE}SLURM_PROCID; for 6 run: srun",
 }
 ALONE = {  # the same with what the message advises, and what is no contradiction
@@ -85,6 +86,7 @@ ALONE = {  # the same with what the message advises, and what is no contradictio
     SRUN + " SLURM_JOB_NAME=mine": (2, 6, 0, 2, "srun"),
     SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=1": (2, 6, 0, 2, "srun"),  # srun in that shell
     SRUN + " SLURM_JOB_NAME=bash SLURM_STEP_ID=0": (2, 6, 0, 2, "srun"),  # srun bash -c "..."
+    "FLUX_JOB_SIZE=1": (0, 1, 0, 1, "python"),
     "RANK=0 WORLD_SIZE=1": (0, 1, 0, 1, "python"),  # Kubeflow with one worker
     SRUN + " SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1": (0, 1, 0, 1, "srun"),
     OPENMPI + "RANK=5 WORLD_SIZE=8": (5, 8, 1, 2, "mpirun"),  # its user has exported two of three

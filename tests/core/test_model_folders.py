@@ -117,6 +117,18 @@ def empty_tensors(name):
     return change
 
 
+def a_run_with_checkpoints(folder):
+    """The folder of a finished run: model/ and a checkpoint."""
+    inside("model")(folder)
+    (folder / "checkpoints/step-00000009").mkdir(parents=True)
+    (folder / "checkpoints/step-00000009/state.safetensors").touch()
+
+
+def with_older_weights(folder):
+    """As transformers leaves them if a model is saved again, in several files."""
+    shutil.copy(MODEL / WEIGHTS, folder)
+
+
 MODELS = {  # what happens to a folder of a model -> what the line says of it; FOLDER: its path
     "weights by git": (pointer(WEIGHTS), f"{WEIGHTS} {LFS}"),
     "tokenizer by git": (pointer("tokenizer.json"), f"tokenizer.json {LFS}"),
@@ -144,6 +156,14 @@ MODELS = {  # what happens to a folder of a model -> what the line says of it; F
     "verl": (only("model_world_size_8_rank_0.pt"), "verl.model_merger merge --backend fsdp --loc"),
     "our checkpoint": (only("state.safetensors"), "an unfinished run; run its command again"),
     "a run": (inside("model"), "the weights are in a folder of it; use FOLDER/model"),
+    "a finished run": (
+        a_run_with_checkpoints,
+        "the weights are in a folder of it; use FOLDER/model",
+    ),
+    "older weights": (
+        in_shards(with_older_weights),
+        f"{WEIGHTS} is beside {INDEX}, which names other files; remove the older weights",
+    ),
     "Trainer": (inside("checkpoint-9"), "a folder of it; use FOLDER/checkpoint-9"),
     "cache of the hub": (inside("snapshots/ab"), "a folder of it; use FOLDER/snapshots/ab"),
     "a cache without blobs": (dangling(WEIGHTS), f"{WEIGHTS} is a link to a file that is not here"),
@@ -350,6 +370,42 @@ def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(warning) == (kind in KINDS)
     read.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").tokenize("12345") == ["123", "45"]
+
+
+def test_a_space_before_words_is_where_tokenizer_json_has_it(tmp_path):
+    """In the manner of Llama 2: before each part of a text, also behind a special token."""
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁xy"]
+    inner = Tokenizer(
+        models.BPE(
+            {name: number for number, name in enumerate(names)},
+            [],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    space = normalizers.Replace(" ", "▁")
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+    inner.add_special_tokens(["<unk>", "</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    read = model_files.read_tokenizer(tmp_path)
+    assert read.tokenize("x</s>y  x") == ["▁", "x", "</s>", "▁", "y", "▁", "▁", "x"]
+
+
+def test_a_regex_that_is_not_that_of_mistral_is_a_warning(tmp_path, capsys):
+    vocabulary = {f"t{number}": number for number in range(100_001)}
+    vocabulary |= {"</s>": 100_001, "[UNK]": 100_002}
+    inner = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(tmp_path)
+    config = {"model_type": "mistral", "transformers_version": "4.50.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_files.read_tokenizer(tmp_path)
+    says = "tokenizer.json may split texts in another way than Mistral's own tokenizer"
+    assert says in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_cannot_encode_an_unknown_letter_is_one_line(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import main_distributed
 import reading
 import runs
+import train
+from conftest import ROOT
 from ddp_utils import UserError, checks, distributed
 from ddp_utils.policy import LossScale, Policy, Precision
 from lm import logps, merge, models
@@ -175,6 +179,48 @@ def test_in_bf16_a_shift_of_all_responses_is_seen_in_their_mean():
     check(healthy)
     with pytest.raises(UserError, match="mean of the batch: .* by 1.* nats .at most 0.7."):
         check(healthy - 1.0)
+
+
+def changed_demo(folder, name, change):
+    """The demo's model with another content of a JSON file."""
+    shutil.copytree(ROOT / "data/demo/model", folder)
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+    return ["--model_name", str(folder)]
+
+
+SCRIPTS = {
+    main_distributed: ["--max_rows", "40", "--num_samples", "0", "--result_dir"],
+    train: ["--config", str(ROOT / "config.yaml"), "--max_rows", "40", "--output_dir"],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_that_reads_in_both_directions_is_an_error(script, tmp_path):
+    """As models for embeddings do; the next token would be in its own context."""
+    change = {"is_causal": False}
+    model = changed_demo(tmp_path / "m", "config.json", lambda config: config.update(change))
+    with pytest.raises(
+        UserError, match="^--model_name: the model reads a text in both directions: "
+    ):
+        script.main([*SCRIPTS[script], str(tmp_path / "run"), *model, "--max_steps", "1"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_tokenizer_of_another_model_is_a_warning(script, tmp_path, capsys):
+    """It has as many tokens; a guess among 2,046 has ln(2046) = 7.62 nats per token."""
+
+    def turn(content):
+        vocabulary = content["model"]["vocab"]
+        content["model"]["vocab"] = dict(zip(vocabulary, [*vocabulary.values()][::-1], strict=True))
+
+    model = changed_demo(tmp_path / "m", "tokenizer.json", turn)
+    data = ["--train_data", str(ROOT / "data/demo/preferences_train.jsonl")]
+    flags = [*SCRIPTS[script], str(tmp_path / "run"), "--max_steps", "1", *data]
+    assert script.main([*flags, *model]) == 0
+    warning = r"warning: before training, the NLL of a token is 1\d\.\d\d nats, that of a guess 7\."
+    assert re.search(warning, capsys.readouterr().out)
 
 
 def sft_adapter(folder):

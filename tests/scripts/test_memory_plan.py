@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace as Sizes
 
 import pytest
@@ -202,6 +203,19 @@ def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
     assert [line[:19].strip() for line in table] == [*memory_plan.STRATEGIES]
     assert all(line.split()[-2:] == ["yes", "5"] for line in table)
     assert [line.split()[0] for line in lines[-2:]] == ["disk", "host"]
+
+
+def test_the_plan_of_an_adapter_is_that_of_its_base(yaml, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_plan, "SIZES", (1,))
+    plain = printed(capsys, yaml(micro_batch_size=1), "--gpus", "2", "--gpu_memory", "80")
+    shutil.copytree(ROOT / "tests/golden/demo_adapter", tmp_path / "lora")
+    settings = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(ROOT / "data/demo/model")
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(settings))
+    path = yaml(micro_batch_size=1)
+    text = Path(path).read_text().replace(str(tmp_path / "model"), str(tmp_path / "lora"))
+    Path(path).write_text(text)
+    assert printed(capsys, path, "--gpus", "2", "--gpu_memory", "80")[3:] == plain[3:]
 
 
 def test_the_largest_micro_batch_that_fits(yaml, capsys, monkeypatch):

@@ -116,6 +116,26 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
         assert len(found) == 1 and report["dropped"] == {"malformed": 1}
 
 
+def test_the_sequences_of_two_chains_are_in_their_order(tmp_path):
+    [chain], [context] = COMPLEX["design_chains"], COMPLEX["fixed_chains"]
+    first = COMPLEX["preferred_seq"]
+    second = structure.read(INPUT / COMPLEX["pdb_file"], [context]).sequence
+    other = COMPLEX["unpreferred_seq"]
+    item = {"pdb_file": COMPLEX["pdb_file"], "design_chains": [chain, context]}
+    [pair], _ = read(
+        tmp_path,
+        item | {"preferred_seq": f"{first}/{second}", "unpreferred_seq": f"{other}/{second}"},
+    )
+    assert len(pair.preferred) == len(first) + len(second)
+    turned = {"preferred_seq": f"{second}/{first}", "unpreferred_seq": f"{second}/{other}"}
+    sizes = (
+        f"the chains have [{len(second)}, {len(first)}] letters, but in this order [{len(first)}"
+    )
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, item | turned)
+    assert sizes in str(caught.value) and len(first) != len(second)
+
+
 def test_a_list_of_one_chain_is_that_chain(tmp_path):
     """As in the JSON files of ProteinMPNN; several names in one text are several chains."""
     texts = [COMPLEX["preferred_seq"], COMPLEX["unpreferred_seq"]]

@@ -25,20 +25,20 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (32, 5670),
-    "train": (33, 5800),
-    "train_loop": (34, 5470),
-    "generate_data": (26, 4720),
+    "main_distributed": (32, 5720),
+    "train": (34, 5900),
+    "train_loop": (34, 5510),
+    "generate_data": (26, 4760),
     "dpo_inv.run_dpo_ddp": (26, 4530),
-    "dpo_inv.inference": (18, 3240),
+    "dpo_inv.inference": (18, 3260),
     "ad.train": (23, 3680),
     "ad.evaluate": (15, 2430),
 }
-AFTER_THE_DEMO = (35, 5940)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (35, 6000)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3080)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2730, "ad.train": 2730}
-PYTHON = 13810  # outside tests; the goal is 11,000
+PYTHON = 13890  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -35,6 +35,7 @@ def choose_head_and_layout(
     pairs = sorted(pairs, key=lambda pair: pair.num_tokens)
     scorer.token_noise = 0.0
     with logps.dropout_off(scorer):
+        check_causal(scorer, pairs[0], world.device)
         problems = [check_head(scorer, pairs[:2], world.device)]
         if layout != "separate":
             problems.append(check_layout(scorer, [pairs[0], *pairs[-2:]], world.device))
@@ -48,6 +49,22 @@ def choose_head_and_layout(
         reason = problems[1] or "not supported on every rank"
         raise UserError(f"--layout shared: {reason}; use auto")
     return [problem for problem in problems if problem]
+
+
+@torch.no_grad()
+def check_causal(scorer: Scorer, pair: Pair, device: torch.device) -> None:
+    """Raise UserError if a prediction depends on later tokens, as in models for embeddings."""
+    count = len(pair.prompt)
+    predictions = []  # log-probs [V] of the token after the prompt
+    for ids in (pair.prompt, pair.prompt, pair.prompt + pair.chosen[:8]):
+        with scorer.autocasting(device):
+            logits = scorer.model(input_ids=torch.tensor([ids], device=device)).logits
+        predictions.append(logits[0, count - 1].float().log_softmax(-1))
+    noise, gap = [(predictions[0] - other).abs().max().item() for other in predictions[1:]]
+    if gap > (1e-2 if scorer.precision == torch.float32 else 1.0) + 10 * noise:
+        problem = f"reads a text in both directions: a log-prob changes by {gap:.2g} nats with the"
+        problem = f"{problem} tokens behind it"
+        raise UserError(f"--model_name: the model {problem}; use a causal model")
 
 
 @torch.no_grad()
