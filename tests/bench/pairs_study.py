@@ -102,9 +102,11 @@ def main():
     parser.add_argument("--data", help="manners.json of docs/recipes.md")
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
     parser.add_argument("--sizes", type=int, nargs="*", default=[30, 100, 300, 600])
+    parser.add_argument("--updates", type=int, help="least number of optimizer steps")
     options = parser.parse_args()
     held_out, train = short_rows(options.data) if options.data else demo_rows()
     flags, updates, batch = (REAL, 32, 8) if options.data else (DEMO, 40, 16)
+    updates = options.updates or updates
     for seed in options.seeds:
         for size in options.sizes:
             assert size <= len(train)
