@@ -45,6 +45,8 @@ NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
 # a field in a template: message.functions, message["functions"] or message.get("functions")
 FIELD = re.compile(r"""(?:\.|\[['"]|get\(['"])(\w+)""")
 OF_CALLS = {"name", "type", "id", "function", "arguments", "parameters", "description", "text"}
+OF_CALLS |= {"first", "last", "index", "index0", "length", "items", "keys", "values", "get"}
+OF_CALLS |= {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "replace", "upper"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 HUMAN = "\n\nHuman:"
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
@@ -141,10 +143,9 @@ class Encoder:
         if self.end is None:
             distributed.warn(NO_END)
         end = self.text_of(self.end)
-        self.special_end = [end] if end in self.special else []
+        self.special_end = end if self.templated and end in self.special else ""
         # decoded replies often end with the token that pads them
-        padding = tokenizer.pad_token_id, tokenizer.unk_token_id
-        tokens = *self.ends, *self.special_ids(self.end_text), *padding
+        tokens = *self.ends, *self.special_ids(self.end_text), tokenizer.pad_token_id
         ends = {self.end_text, self.earlier_end, *map(self.text_of, tokens)}
         either = one_of(filter(None, ends)).pattern
         self.brought = re.compile(rf"(?:(?:{either})\s*)+\Z")  # ends that a reply has in its text
@@ -423,19 +424,20 @@ class Encoder:
     def one_turn(self, reply: Any) -> Any:
         """Return a reply without the ends in its text, since it gets one.
 
-        Raises UserError if it contains the start of another turn, or an end within.
+        Raises UserError if it contains the start of another turn, Unusable if an end is within.
         """
         if isinstance(reply, dict):
             return {**reply, "content": self.one_turn(reply["content"])}
         reply = self.brought.sub("", reply)
-        self.check_one_turn("reply", reply, [*self.starts, *self.special_end])
+        self.check_one_turn("reply", reply, self.starts)
+        if self.special_end and self.special_end in reply:
+            raise data.Unusable("an end within a reply")
         return reply
 
     def check_one_turn(self, name: str, text: str, borders: Iterable[str]) -> None:
-        """Raise UserError if a text contains one of the tokens that begin or end a turn."""
+        """Raise UserError if a text contains one of the tokens that begin a turn."""
         for border in filter(text.__contains__, borders):
-            verb = "ends" if border in self.special_end else "begins"
-            problem = f"contains {data.shown(border)}, with which the chat template {verb} a turn"
+            problem = f"contains {data.shown(border)}, with which the chat template begins a turn"
             fix = "remove it, use messages, or --chat_template none"
             raise UserError(f"{name}: {problem} (expected the text of one turn); {fix}")
 
@@ -480,14 +482,13 @@ class Encoder:
         It is not truncated. notes: what the data report counts about the prompt's end.
         """
         chosen, rejected = self.one_turn(chosen), self.one_turn(rejected)
-        if not (plain_text(chosen).strip() and plain_text(rejected).strip()):
-            raise data.Unusable("empty response")  # but for its end
         if self.templated and isinstance(prompt, list):
             prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
-        special_starts = filter(self.special.__contains__, self.starts)
+        # <s> is also the HTML of a text that is crossed out
+        special_starts = {*self.starts} & {*self.special} - {"<s>"}
         for turn in messages_of(prompt) if self.templated else []:
-            self.check_one_turn("prompt", turn["content"] or "", [*special_starts])
+            self.check_one_turn("prompt", turn["content"] or "", special_starts)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
         prompt_ids, *full_ids = self.ids_of_texts_that_begin_alike(text, *full_texts)

@@ -121,11 +121,15 @@ def with_known_fields(
         if "messages" in value:
             return {**value, "messages": known(field, value["messages"])}
         others = value.keys() - BASIC - MORE - shown if value.keys() & BASIC else set()
-        unread.update(f"{field}[].{name}" for name in others if value[name] not in EMPTY)
+        for name in others:
+            if value[name] not in EMPTY:
+                unread.add(f"{field}[].{name}")
         return {name: value[name] for name in value if name not in others}
 
-    changed = {name: known(name, record.data[name]) for name in fields if name in record.data}
-    return record._replace(data=record.data | changed), unread
+    values = dict(record.data)
+    for name in record.data.keys() & {*fields}:
+        values[name] = known(name, values[name])
+    return record._replace(data=values), unread
 
 
 def messages_of(record: Record, field: str, role: str = "assistant") -> list[dict]:
@@ -155,14 +159,14 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
         expected = "system, developer, user, assistant or tool"
         raise data.wrong_value(record, f"{place}.{name}", message.get(name), expected)
     names = message.keys() - (BASIC - {"name"} if role == "tool" else BASIC)
-    more = {key: message[key] for key in message if key in names and message[key] not in EMPTY}
+    more = {key: message[key] for key in message if key in names and message[key]}
     for key in more.keys() & {*THOUGHTS}:
-        data.text(Record(record.location, {f"{place}.{key}": more[key]}), f"{place}.{key}")
+        data.text(Record(record.location, {f"{place}.{key}": more[key]}), f"{place}.{key}", True)
     if "tool_calls" in more:
         from lm import tool_calls
 
         more["tool_calls"] = tool_calls.read(record, f"{place}.tool_calls", more["tool_calls"])
-    name = "value" if "value" in message else "content"
+    name = "content" if message.get("value") is None else "value"
     content = message.get(name)
     if content is None and more:
         content = ""

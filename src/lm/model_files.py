@@ -188,6 +188,7 @@ def read_tokenizer(name: Name) -> Tokenizer:
     with reading(place), contextlib.suppress(*(() if has_files else FAULTS)):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
         tokenizer = as_in_file(tokenizer, path / "tokenizer.json")
+        tokenizer.tokenize(PROBE)  # an exception if it has no token for unknown letters
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
         tokenizer.name_or_path = full_name(name)
@@ -211,7 +212,8 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     Many classes of transformers 5 read the vocabulary from this file and replace its other parts by
     those of another model (transformers issues 45812, 45920, 48206). Then a warning is printed.
     """
-    if not tokenizer.is_fast or not file.is_file():
+    is_verbatim = type(tokenizer) is PreTrainedTokenizerFast  # it has replaced nothing
+    if is_verbatim or not tokenizer.is_fast or not file.is_file():
         return tokenizer
     own = PreTrainedTokenizerFast(tokenizer_file=str(file))
     special = [token.content for token in own.added_tokens_decoder.values() if token.special]
@@ -233,10 +235,10 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     kind = type(tokenizer).__name__
     line = f"warning: {file.parent}: {kind} of transformers splits texts in another way than"
     distributed.warn(f"{line} tokenizer.json; the file is right, and is used")
-    named = {}
+    named, vocabulary = {}, own.get_vocab()
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):  # a class has some of its own
         token = getattr(tokenizer, name)
-        if token in own.get_vocab():
+        if token in vocabulary:
             named[name] = token
     return PreTrainedTokenizerFast.from_pretrained(file.parent, trust_remote_code=False, **named)
 

@@ -130,15 +130,14 @@ def load(
     with reading(place):
         config = AutoConfig.from_pretrained(model_files.model_path(name), trust_remote_code=False)
     check_kind(place, config)
-    config.return_dict = True  # outputs have names
     with reading(place):
         folder = model_files.model_path(name, with_weights=True)
         if device != META:
             model_files.read_ahead(name)
         loaded: Any = (model_class or auto_class(config)).from_pretrained(
             folder,
-            config=config,
             dtype=dtype,
+            return_dict=True,  # whatever the config says
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             trust_remote_code=False,

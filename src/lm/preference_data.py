@@ -83,6 +83,7 @@ CONVERTED |= {
     ("output", "label"): ("KTO", "combine a row of label 1 and one of label 0"),
     ("messages", "rejected_response"): ("ms-swift", "copy the prompt of messages to rejected"),
 }
+SNAKE = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # where scoreChosen and score-chosen have a _
 # fields of other formats that are probably part of the prompt or of the replies
 CONTEXT = {"history", "chat_history", "context", "input", "documents", "document", "functions"}
 CONTEXT |= {"system_message", "instruction", "question", "query", "reasoning", "reasoning_content"}
@@ -91,7 +92,7 @@ CONTEXT |= {"thinking", "cot"}
 TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
 # how a text begins that is the text of messages, and what it has: a role, and a text or a call
 OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
-ROLE = "system|developer|user|human|assistant|gpt|tool|model|bot|chatbot|function"
+ROLE = "system|developer|user|human|assistant|gpt|tool"
 ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?i:{ROLE})["']"""
 OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
 EXCEL = 32_767  # characters of a cell, of which Excel drops the rest
@@ -235,7 +236,7 @@ def encode_rows(
 
             arguments = tool_calls.template_arguments(record, encoder.check_arguments)
         unread: set[str] = set()
-        if any(isinstance(record.data.get(name), list | dict) for name in format.fields):
+        if split and any(isinstance(record.data.get(name), list | dict) for name in format.fields):
             from lm import conversations
 
             shown = encoder.shown_fields
@@ -438,7 +439,7 @@ def find_format(record: Record) -> Format:
     """Return the format that has the fields of a record."""
     responses = [record.data.get(side) for side in SIDES]
     is_pair = record.data.keys() >= {*SIDES}
-    if is_pair and any(TRANSCRIPT.match(str(x)) for x in responses):
+    if is_pair and all(TRANSCRIPT.match(str(x)) for x in responses):
         return Format("transcript", (*SIDES, "prompt"), "transcript")
     if is_pair and str(record.data.get("prompt")).startswith(HUMAN):
         return Format("transcript", FIELDS["prompt"], "transcript")
@@ -449,6 +450,8 @@ def find_format(record: Record) -> Format:
         if record.data.keys() >= set(fields):
             more = ("input", "history") if name == "instruction" else ()
             return Format(name, (*fields, *more), name)
+    if any(str(response).startswith(HUMAN) for response in responses):
+        return Format("transcript", SIDES, "transcript")
     raise unknown_format(record, "prompt, chosen, rejected or another format of docs/data.md")
 
 
@@ -483,8 +486,7 @@ def check_direction(record: Record) -> None:
 
     Which response a field such as winner names depends on the file: it can only be "chosen".
     """
-    snake = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # scoreChosen, score-chosen
-    fields = {snake.sub("_", name).lower(): name for name in record.data}
+    fields = {SNAKE.sub("_", name).lower(): name for name in record.data}
     for name, original in fields.items():
         value = record.data[original]
         if name in WINNERS and isinstance(value, str | int | float):
@@ -521,12 +523,9 @@ def prompt_and_responses(record: Record, format: str) -> tuple[Prompt, Reply, Re
             problem = "must be one response (a text, or a list of messages), not several ones"
             raise UserError(f"{record.location}: {side}: {problem}; write one row for each")
     if format in TEXTS:
-        for side in SIDES:
-            if TRANSCRIPT.match(str(record.data.get(side))):
-                expected = (
-                    "one reply, not turns of Human and Assistant as in the first row's format"
-                )
-                raise data.wrong_value(record, side, record.data[side], expected)
+        if all(TRANSCRIPT.match(str(record.data.get(side))) for side in SIDES):
+            expected = "one reply, not turns of Human and Assistant as in the first row's format"
+            raise data.wrong_value(record, "chosen", record.data["chosen"], expected)
         history = history_of(record) if format == "instruction" else []
         prompt = question(record, format, history)
         chosen, rejected = (data.text(record, side, may_be_empty=True) for side in SIDES)

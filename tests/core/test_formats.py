@@ -369,12 +369,9 @@ def test_a_reply_gets_one_end_and_has_none_within(tmp_path):
     for behind in (end, f"{end}<|endoftext|>", f"{end}\n<|endoftext|><|endoftext|>"):
         assert encoder.encode("f:1", "q", f"yes{behind}", "no")[0] == plain
     path = tmp_path / "f.jsonl"
-    rows = [{"prompt": "q", "chosen": end, "rejected": "no"}, {"prompt": "q", **TEXT}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert reading.pairs(path, encoder)[1]["dropped"] == {"empty response": 1}
-    path.write_text(json.dumps({"prompt": "q", "chosen": f"a{end}\nuser\nb", "rejected": "no"}))
-    with pytest.raises(UserError, match="f.jsonl:1: reply: contains .*, with which .* ends a turn"):
-        reading.pairs(path, encoder)
+    within = {"prompt": "q", "chosen": f"a{end}\nuser\nb", "rejected": "no"}
+    path.write_text("\n".join(map(json.dumps, [within, {"prompt": "q", **TEXT}])))
+    assert reading.pairs(path, encoder)[1]["dropped"] == {"an end within a reply": 1}
 
 
 def test_ends_of_another_models_replies_are_a_warning(tmp_path):

@@ -54,13 +54,14 @@ def choose_head_and_layout(
 @torch.no_grad()
 def check_causal(scorer: Scorer, pair: Pair, device: torch.device) -> None:
     """Raise UserError if a prediction depends on later tokens, as in models for embeddings."""
-    count = len(pair.prompt)
-    predictions = []  # log-probs [V] of the token after the prompt
-    for ids in (pair.prompt, pair.prompt, pair.prompt + pair.chosen[:8]):
-        with scorer.autocasting(device):
-            logits = scorer.model(input_ids=torch.tensor([ids], device=device)).logits
-        predictions.append(logits[0, count - 1].float().log_softmax(-1))
-    noise, gap = [(predictions[0] - other).abs().max().item() for other in predictions[1:]]
+    later = pair.chosen[:8]
+    other = [token + 1 if token == pair.prompt[0] else pair.prompt[0] for token in later]
+    # the first two rows are equal, so that what is random shows
+    ids = [pair.prompt + later, pair.prompt + later, pair.prompt + other]
+    with scorer.autocasting(device):
+        logits = scorer.model(input_ids=torch.tensor(ids, device=device)).logits
+    predictions = logits[:, len(pair.prompt) - 1].float().log_softmax(-1)  # [3, V]
+    noise, gap = (predictions[1:] - predictions[0]).abs().amax(-1).tolist()
     if gap > (1e-2 if scorer.precision == torch.float32 else 1.0) + 10 * noise:
         problem = f"reads a text in both directions: a log-prob changes by {gap:.2g} nats with the"
         problem = f"{problem} tokens behind it"
