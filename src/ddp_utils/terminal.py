@@ -112,7 +112,7 @@ class Bar:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader has ended, as `| head` does; the run continues
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         """End the bar, and that of a phase which an error has interrupted."""
