@@ -33,6 +33,7 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+EMPTY: tuple = (None, "", [], {})  # values of a field that is as good as absent
 SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
 # whether a row or message is trained
 WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
@@ -42,11 +43,30 @@ WEIGHT_OF = {"none": 1, "": 1, "[]": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
-# a field in a template: message.functions, message["functions"] or message.get("functions")
+# a field in a template: message.functions, message["functions"] or message.get("functions"); others
+# are fields of calls and tools, of loops, or methods
 FIELD = re.compile(r"""(?:\.|\[['"]|get\(['"])(\w+)""")
-OF_CALLS = {"name", "type", "id", "function", "arguments", "parameters", "description", "text"}
-OF_CALLS |= {"first", "last", "index", "index0", "length", "items", "keys", "values", "get"}
-OF_CALLS |= {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "replace", "upper"}
+NOT_OF_MESSAGES = {
+    "name",
+    "type",
+    "id",
+    "function",
+    "arguments",
+    "parameters",
+    "description",
+    "text",
+}
+NOT_OF_MESSAGES |= {"first", "last", "index", "index0", "length", "items", "keys", "values", "get"}
+NOT_OF_MESSAGES |= {
+    "split",
+    "strip",
+    "lstrip",
+    "rstrip",
+    "startswith",
+    "endswith",
+    "replace",
+    "upper",
+}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 HUMAN = "\n\nHuman:"
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
@@ -72,11 +92,8 @@ RENDERED = re.compile(
     r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
 )
 
-# ends of replies as the templates of several models write them
-FOREIGN_END = re.compile(
-    r"(?:</s>|<eos>|\[EOS\]|<end_of_turn>|<｜end▁of▁sentence｜>"
-    r"|<\|(?:eot_id|im_end|end|eom_id|return|endoftext|end_of_text)\|>)\s*\Z"
-)
+# how a reply ends with a special token of some model
+FOREIGN_END = re.compile(r"(?:</s>|<eos>|\[EOS\]|<end_of_\w+>|<\|[^\s<>|]+\|>|<｜[^<>｜]+｜>)\s*\Z")
 
 Ids = list[int]  # token ids
 DATE = "date of chat_template"  # name of an input of a run, in its environment.json
@@ -119,7 +136,7 @@ class Encoder:
         self.special = [*filter(str.strip, special)]  # white space may be an added token as well
         self.borders = borders_of(tokenizer) if self.template else {}
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
-        self.shown_fields = {*FIELD.findall(self.template)} - OF_CALLS
+        self.shown_fields = {*FIELD.findall(self.template)} - NOT_OF_MESSAGES
         self.date = (date or today()) if "strftime_now" in self.template_words else ""
         self.end = tokenizer.eos_token_id  # the last token of a reply, or None
         self.end_text = ""  # what the template writes behind a reply, up to its last special token

@@ -8,7 +8,6 @@ from ddp_utils.data import Record, Unusable
 from lm import chat_template
 from lm.chat_template import HUMAN, THOUGHTS, Encoder, Prompt, Reply, check_text_only, system_of
 
-EMPTY: tuple = (None, "", [], {})
 UNORDERED = "user and assistant do not alternate"
 QUESTIONS = ("question", "instruction", "messages", "conversations", "query", "input")
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
@@ -122,7 +121,7 @@ def with_known_fields(
             return {**value, "messages": known(field, value["messages"])}
         others = value.keys() - BASIC - MORE - shown if value.keys() & BASIC else set()
         for name in others:
-            if value[name] not in EMPTY:
+            if value[name] not in chat_template.EMPTY:
                 unread.add(f"{field}[].{name}")
         return {name: value[name] for name in value if name not in others}
 

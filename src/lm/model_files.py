@@ -188,7 +188,7 @@ def read_tokenizer(name: Name) -> Tokenizer:
     with reading(place), contextlib.suppress(*(() if has_files else FAULTS)):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
         tokenizer = as_in_file(tokenizer, path / "tokenizer.json")
-        tokenizer.tokenize(PROBE)  # an exception if it has no token for unknown letters
+        tokens_of(tokenizer, PROBE)
         own = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
         own -= {*tokenizer.added_tokens_decoder}
         tokenizer.name_or_path = full_name(name)
@@ -220,13 +220,9 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     # if tokenizer_config.json decides on a space before the first word, that is not compared
     decides = tokenizer.init_kwargs.get("add_prefix_space") is not None
     text = PROBE if decides else "".join([PROBE, *special[:1], " ", PROBE])
-    expected = own.tokenize(text)
-    try:
-        tokens = tokenizer.tokenize(text)
-    except Exception as error:
-        if type(error) is not Exception:  # what the library tokenizers raises
-            raise
-        tokens = []
+    expected, tokens = tokens_of(own, text), []
+    with contextlib.suppress(ValueError):  # the file's own may know more letters
+        tokens = tokens_of(tokenizer, text)
     if decides:
         count = min(len(tokens), len(expected)) - 2
         tokens, expected = tokens[-count:], expected[-count:]
@@ -241,6 +237,19 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
         if token in vocabulary:
             named[name] = token
     return PreTrainedTokenizerFast.from_pretrained(file.parent, trust_remote_code=False, **named)
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Return the tokens of a text; raise ValueError if a letter has none, not even the unknown one.
+
+    The library tokenizers raises an Exception that is of no class of its own.
+    """
+    try:
+        return tokenizer.tokenize(text)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error
 
 
 def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
@@ -302,9 +311,8 @@ def reading(place: str, problem: str = "cannot be read") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        is_fault = isinstance(error, FAULTS) or type(error) is Exception  # of tokenizers
-        if not is_fault or out_of_memory(error):
+    except FAULTS as error:
+        if out_of_memory(error):
             raise
         from ddp_utils import data_sets  # it is not needed for folders
 

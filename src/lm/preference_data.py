@@ -245,7 +245,7 @@ def encode_rows(
         hashes = [hash(tuple(part)) for part in whole[:3]]
         notes |= {"truncated"} if row != whole else set()
         names = record.data.keys() - {*format.fields, *ALWAYS_READ}
-        not_read = [name for name in names if record.data[name] not in (None, "", [], {})]
+        not_read = [name for name in names if record.data[name] not in chat_template.EMPTY]
         not_read += unread
         row = row._replace(extra=extra) if extra else row
         return Encoded(row, hashes, whole.lengths, notes, not_read)
@@ -429,7 +429,8 @@ def check_not_python(record: Record, name: str) -> None:
             data.ROWS.decode(value)
         except (ValueError, RecursionError) as error:
             problem = "a text of messages that is not JSON, such as str() writes in Python"
-            problem += f" or Excel cuts off after {EXCEL} characters" if len(value) >= EXCEL else ""
+            if len(value) >= EXCEL:
+                problem = f"a text of messages that is cut off; Excel keeps {EXCEL:,} characters"
             hint = "use json.dumps, or save the data as JSON Lines or Parquet"
             problem = f"{problem} (expected messages, or their JSON text); {hint}"
             raise UserError(f"{record.location}: {name}: {problem}") from error

@@ -296,7 +296,7 @@ def choose_way(scorer: Scorer, prompts: Prompts, max_new_tokens: int, world: Wor
             return
         reason = problem or "not supported on every rank"
     problem = f"the model cannot generate replies here ({reason})"
-    raise UserError(f"{problem}; use another model, or no replies (--num_samples 0 in a training)")
+    raise UserError(f"{problem}; use another model, or no replies (--num_samples 0 in training)")
 
 
 def _difference(scorer: Scorer, prompts: Prompts, spec: SampleSpec, world: World) -> str:

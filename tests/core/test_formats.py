@@ -352,7 +352,9 @@ def test_a_text_of_messages_that_excel_has_cut_off_is_an_error(tmp_path):
     turns = json.dumps([user("hi"), assistant("so " * 20_000)])
     row = {"prompt": "q", "chosen": turns[:32_767], "rejected": "y"}
     (tmp_path / "f.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match="f.jsonl:1: chosen: .*or Excel cuts off after 32767 char"):
+    with pytest.raises(
+        UserError, match="f.jsonl:1: chosen: .* is cut off; Excel keeps 32,767 char"
+    ):
         reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
 
 

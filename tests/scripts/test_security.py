@@ -93,8 +93,8 @@ def dangers(code):
         if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
             bad.append((node, "a keyword in disguise"))
         elif isinstance(node, ast.ExceptHandler) and catches_all(node.type):
-            inside = [inner for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
-            if all(inner.exc for inner in inside):  # it raises no error again
+            # the library tokenizers raises plain exceptions; all others must be raised again
+            if ast.unparse(node.body[0]) != "if type(error) is not Exception:\n    raise":
                 bad.append((node, "catches everything"))
         elif isinstance(node, ast.Call):
             name = names.get(node.func, "")

@@ -25,10 +25,10 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (32, 5720),
-    "train": (34, 5900),
-    "train_loop": (34, 5510),
-    "generate_data": (26, 4760),
+    "main_distributed": (32, 5740),
+    "train": (34, 5920),
+    "train_loop": (34, 5530),
+    "generate_data": (26, 4780),
     "dpo_inv.run_dpo_ddp": (26, 4530),
     "dpo_inv.inference": (18, 3260),
     "ad.train": (23, 3680),
@@ -38,7 +38,7 @@ AFTER_THE_DEMO = (35, 6000)  # of main_distributed.py, DDP: files and lines that
 SHARED = (17, 3080)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2730, "ad.train": 2730}
-PYTHON = 13890  # outside tests; the goal is 11,000
+PYTHON = 13910  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -65,7 +65,8 @@ def check_causal(scorer: Scorer, pair: Pair, device: torch.device) -> None:
     if gap > (1e-2 if scorer.precision == torch.float32 else 1.0) + 10 * noise:
         problem = f"reads a text in both directions: a log-prob changes by {gap:.2g} nats with the"
         problem = f"{problem} tokens behind it"
-        raise UserError(f"--model_name: the model {problem}; use a causal model")
+        name = scorer.unwrap().name_or_path
+        raise UserError(f"{name}: the model {problem}; use a causal model")
 
 
 @torch.no_grad()
