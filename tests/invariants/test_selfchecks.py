@@ -201,7 +201,7 @@ def test_a_model_that_reads_in_both_directions_is_an_error(script, tmp_path):
     """As models for embeddings do; the next token would be in its own context."""
     change = {"is_causal": False}
     model = changed_demo(tmp_path / "m", "config.json", lambda config: config.update(change))
-    with pytest.raises(UserError, match="/m: the model reads a text in both directions: "):
+    with pytest.raises(UserError, match="/m: the model reads a text in both directions "):
         script.main([*SCRIPTS[script], str(tmp_path / "run"), *model, "--max_steps", "1"])
 
 

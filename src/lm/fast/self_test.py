@@ -55,7 +55,7 @@ def choose_head_and_layout(
 def check_causal(scorer: Scorer, pair: Pair, device: torch.device) -> None:
     """Raise UserError if a prediction depends on later tokens, as in models for embeddings."""
     later = pair.chosen[:8]
-    other = [token + 1 if token == pair.prompt[0] else pair.prompt[0] for token in later]
+    other = [abs(token - 1) for token in later]
     # the first two rows are equal, so that what is random shows
     ids = [pair.prompt + later, pair.prompt + later, pair.prompt + other]
     with scorer.autocasting(device):
@@ -63,10 +63,9 @@ def check_causal(scorer: Scorer, pair: Pair, device: torch.device) -> None:
     predictions = logits[:, len(pair.prompt) - 1].float().log_softmax(-1)  # [3, V]
     noise, gap = (predictions[1:] - predictions[0]).abs().amax(-1).tolist()
     if gap > (1e-2 if scorer.precision == torch.float32 else 1.0) + 10 * noise:
-        problem = f"reads a text in both directions: a log-prob changes by {gap:.2g} nats with the"
-        problem = f"{problem} tokens behind it"
-        name = scorer.unwrap().name_or_path
-        raise UserError(f"{name}: the model {problem}; use a causal model")
+        problem = f"a log-prob changes by {gap:.2g} nats with the tokens behind it"
+        problem = f"the model reads a text in both directions ({problem}); use a causal model"
+        raise UserError(f"{scorer.unwrap().name_or_path}: {problem}")
 
 
 @torch.no_grad()
