@@ -33,7 +33,7 @@ from lm.logps import Pair
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
-EMPTY: tuple = (None, "", [], {})  # values of a field that is as good as absent
+EMPTY: tuple = (None, "", [], {})  # values that count as an absent field
 SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
 # whether a row or message is trained
 WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")

@@ -106,7 +106,7 @@ def transcript(record: Record, *sides: str) -> tuple[Prompt, Reply, Reply]:
 def with_known_fields(
     record: Record, fields: tuple[str, ...], shown: set[str]
 ) -> tuple[Record, set[str]]:
-    """Return a record whose messages have only fields that are read or shown, and the other names.
+    """Return a record without the fields of messages that nobody reads, and the names of these.
 
     shown: fields of a message that the chat template shows.
     """

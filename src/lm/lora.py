@@ -83,7 +83,7 @@ def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
     start = settings.init_lora_weights
     if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
         raise UserError(f"--init_adapter: {path} began with {start}, which changes the base model")
-    for field in ("rank_pattern", "alpha_pattern"):  # keys as layers are called in wrappers
+    for field in ("rank_pattern", "alpha_pattern"):  # their keys may name wrappers
         pattern = getattr(settings, field)
         setattr(settings, field, {ADDED.sub("", key): value for key, value in pattern.items()})
     settings.init_lora_weights = True  # all tensors are read from the file

@@ -210,7 +210,8 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     """Return a tokenizer that splits texts as its tokenizer.json says.
 
     Many classes of transformers 5 read the vocabulary from this file and replace its other parts by
-    those of another model (transformers issues 45812, 45920, 48206). Then a warning is printed.
+    those of another model (transformers issues 45812, 45920, 48206). In this case, a warning is
+    printed.
     """
     is_verbatim = type(tokenizer) is PreTrainedTokenizerFast  # it has replaced nothing
     if is_verbatim or not tokenizer.is_fast or not file.is_file():
@@ -232,7 +233,7 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
     line = f"warning: {file.parent}: {kind} of transformers splits texts in another way than"
     distributed.warn(f"{line} tokenizer.json; the file is right, and is used")
     named, vocabulary = {}, own.get_vocab()
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):  # a class has some of its own
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):  # a class may have defaults
         token = getattr(tokenizer, name)
         if token in vocabulary:
             named[name] = token
@@ -242,7 +243,7 @@ def as_in_file(tokenizer: Tokenizer, file: Path) -> Tokenizer:
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
     """Return the tokens of a text; raise ValueError if a letter has none, not even the unknown one.
 
-    The library tokenizers raises an Exception that is of no class of its own.
+    The library tokenizers raises a plain Exception for it.
     """
     try:
         return tokenizer.tokenize(text)

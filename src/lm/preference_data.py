@@ -95,7 +95,7 @@ OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
 ROLE = "system|developer|user|human|assistant|gpt|tool"
 ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?i:{ROLE})["']"""
 OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
-EXCEL = 32_767  # characters of a cell, of which Excel drops the rest
+EXCEL = 32_767  # Excel keeps so many characters of a cell
 PARTS = [re.compile(ROLE), re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
 # what is counted of rows that are compared with others -> what to do if it is more than 1 %
 DUPLICATES = "exact duplicates"

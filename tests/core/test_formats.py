@@ -262,7 +262,7 @@ def test_fields_that_are_not_read_are_named(tmp_path):
 
 
 def test_fields_of_messages_that_are_not_read_are_named(tmp_path):
-    """Of a reply with a mask in a name that is read, nothing is trained."""
+    """A reply whose mask is 0 is not trained."""
     turns = [user("1"), {**assistant("bad"), "loss_mask": 0, "votes": 3}, user("2"), assistant("x")]
     (tmp_path / "f.jsonl").write_text(json.dumps({"messages": turns}))
     tokenizer = load_tokenizer("data/demo/model")
