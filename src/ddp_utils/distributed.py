@@ -244,6 +244,8 @@ def init_process_group(world: World, backend: str = "auto", timeout_minutes: flo
             store.append("nodes", f"{world.rank}@{platform.node()} ")
         with without_gloos_line():
             dist.init_process_group(world.backend, store=_store, timeout=timeout, **options)
+            if is_cpu:
+                dist.barrier()  # a rank that ends while others still connect would break theirs
         if world.local_rank == 0 and not world.is_main:
             print(joined(world, _store.get("nodes").decode().split()), file=sys.stderr, flush=True)
     except (RuntimeError, OSError) as error:
