@@ -115,8 +115,8 @@ NOTES = {  # below the title of a piece
     "attention": """
 The table shows the largest differences from separate rows in fp32 on the CPU, in token log-probs
 (root mean square) and in the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have
-several row lengths, head sizes and attention windows. In bf16, a shared prompt may have twice the
-difference of separate rows.
+several row lengths, head sizes and attention windows. In bf16, the test accepts twice the
+difference of separate rows for a shared prompt.
 """,
     "kernels": """
 "Device busy" is the fraction of the time in which the GPU computes. The columns after it count
@@ -175,7 +175,7 @@ GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA,
 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
-killed and resumed had bit-identical metrics. In most runs, the host reads from the GPU once per
+killed and resumed had the same metrics, bit for bit, as one that was not killed. In most runs, the host reads from the GPU once per
 step, and does not wait for the GPU within micro-batches. Libraries cause the exceptions:
 
 | runs | reads per step | waits in micro-batches |
