@@ -175,8 +175,9 @@ GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA,
 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
-killed and resumed had the same metrics, bit for bit, as one that was not killed. In most runs, the host reads from the GPU once per
-step, and does not wait for the GPU within micro-batches. Libraries cause the exceptions:
+killed and resumed had the same metrics, bit for bit, as one that was not killed. In most runs, the
+host reads from the GPU once per step, and does not wait for the GPU within micro-batches. Libraries
+cause the exceptions:
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|

@@ -31,7 +31,7 @@ REACHED = {
     "generate_data": (26, 4780),
     "dpo_inv.run_dpo_ddp": (26, 4532),
     "dpo_inv.inference": (18, 3260),
-    "ad.train": (23, 3680),
+    "ad.train": (23, 3682),
     "ad.evaluate": (15, 2430),
 }
 AFTER_THE_DEMO = (35, 6000)  # of main_distributed.py, DDP: files and lines that it has imported
