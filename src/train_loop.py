@@ -169,12 +169,12 @@ def check_step(
     @torch.no_grad()
     def score(baked: bool = True) -> Tensor:  # [global batch, 1]
         micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
-        costs = []
+        table = distributed.Table(len(examples), 1, world)
         with logps.dropout_off(student), student.adapter(baked):
             for micro_batch in micro_batches:
                 batch = teacher(micro_batch.index, examples)
-                costs.append(student(batch)[0][:, None])
-        return distributed.gather_by_index(len(examples), micro_batches, costs, world)[rows]
+                table.add(micro_batch, student(batch)[0][:, None])
+        return table.reduce()[rows]
 
     checks.check_step(policy, step, means, batch_rows, score, "lora")
     if step == 0 and not config.resume_from:
@@ -188,18 +188,21 @@ def check_step(
 
 
 @torch.no_grad()
-def kl_of_rows(teacher: Teacher, rows: list[int], examples: Examples, run: Run) -> Tensor:
+def kl_of_rows(
+    teacher: Teacher, rows: list[int], examples: Examples, run: Run, split: str
+) -> Tensor:
     """Return KL(teacher || student), summed over each reply, and its number of tokens.
 
     The table is float64 [N, 2] on the CPU, one row for each example; it is 0 except in `rows`.
+    split: the name of the evaluation, of which one that was stopped is continued.
     """
     student, world = teacher.student, run.world
     micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
-    costs = []
-    for micro_batch in run.phase("evaluating val").each(micro_batches):
+    table = distributed.Table(len(examples), 2, world)
+    for micro_batch in run.evaluation(split, micro_batches, table):
         batch = teacher(micro_batch.index, examples)
-        costs.append(torch.stack([student(batch)[0], batch.tokens], -1))
-    return distributed.gather_by_index(len(examples), micro_batches, costs, world).double().cpu()
+        table.add(micro_batch, torch.stack([student(batch)[0], batch.tokens], -1))
+    return table.reduce().double().cpu()
 
 
 def by_question(table: Tensor, rows: list[int], examples: Examples) -> tuple[Tensor, Tensor]:
@@ -226,7 +229,7 @@ def evaluate(
     baked = base_kl is not None
     rows = [row for row, example in enumerate(examples) if baked or not example.kept]
     with logps.dropout_off(student), student.adapter(baked):
-        table = kl_of_rows(teacher, rows, examples, run)
+        table = kl_of_rows(teacher, rows, examples, run, "val" if baked else "base")
     rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
     for row in rows:
         rows_of[examples[row].kept].append(row)
@@ -374,14 +377,14 @@ def bake(argv: list[str] | None) -> int:
             lambda row: data["train"][row].num_tokens,
             lambda step, rows: train_step(policy, step, rows, data["train"], teacher, run),
         )
-        base = run.once("base", lambda: evaluate(teacher, data["val"], run))
-        base_kl = base.pop("by_question", [])
-        run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
         shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         rate = config.learning_rate or 0.0
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *shape)
         done = run.restore(policy, optimizer, schedule)
+        base = run.once("base", lambda: evaluate(teacher, data["val"], run))
+        base_kl = base.pop("by_question", [])
         run.results["base"] = base
+        run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
 
         def validate(step: int) -> None:
             is_due = plan.due(config.eval_every, step)

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -358,19 +358,21 @@ def warn(line: str) -> None:
         print(line, flush=True)
 
 
-def gather_by_index(
-    count: int, micro_batches: Sequence[Any], values: Sequence[Tensor], world: World
-) -> Tensor:
-    """Return a table [count, K] of the values that all ranks have computed, on all ranks.
+class Table:
+    """A table [N, K], in float32, of which each rank computes some rows."""
 
-    micro_batches: those of this rank; values: [B, K] for each of them. One rank writes each row, so
-    that the sum over ranks is exact; rows without a micro-batch stay 0.
-    """
-    table = torch.zeros(count, values[0].shape[-1], device=world.device)
-    for micro_batch, scores in zip(micro_batches, values, strict=True):
+    def __init__(self, rows: int, columns: int, world: World):
+        self.world = world
+        self.sums = torch.zeros(rows, columns, device=world.device)  # rows of other ranks are 0
+
+    def add(self, micro_batch: Any, values: Tensor) -> None:
+        """Write the rows of a micro-batch of this rank; values: [B, K]."""
         if any(micro_batch.weight):
-            table[to_device(micro_batch.index, world.device)] = scores.float()
-    return all_sum(table, world)
+            self.sums[to_device(micro_batch.index, self.world.device)] = values.float()
+
+    def reduce(self) -> Tensor:
+        """Return the table on all ranks; one rank has written each row, so the sum is exact."""
+        return all_sum(self.sums, self.world)
 
 
 def on_main(world: World, fn: Callable[[], Any]) -> Any:

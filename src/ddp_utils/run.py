@@ -40,7 +40,7 @@ from ddp_utils import (
     save_seconds,
 )
 from ddp_utils.checkpoints import RunSpec
-from ddp_utils.distributed import World
+from ddp_utils.distributed import Table, World
 from ddp_utils.policy import Policy
 from ddp_utils.sampler import Plan
 from ddp_utils.terminal import Bar, Phase, columns, row, wrapped
@@ -551,16 +551,16 @@ class Run:
         return Phase(title, self.bar, self.stop_if_requested, self.is_asked, parts, done)
 
     def evaluation(
-        self, split: str, micro_batches: Sequence[T], averages: metrics.Averages
+        self, split: str, micro_batches: Sequence[T], averages: metrics.Averages | Table
     ) -> Iterator[T]:
-        """Yield the micro-batches of a split; the caller adds each to the averages.
+        """Yield the micro-batches of a split; the caller adds each to the averages or the table.
 
         If the run is stopped meanwhile, the sums of each rank are stored, and its next start
         continues with the next micro-batch and gets the same numbers. After a change of the code or
         of the number of processes, it evaluates all of them again.
         """
         world, path, done = self.world, self.folder / EVALUATION, 0
-        stored = self.interrupted.pop(split, None)  # [ranks, names]
+        stored = self.interrupted.pop(split, None)  # [ranks, names], of a table [ranks, N, K]
         if stored is not None:
             averages.sums, done = stored[world.rank], int(self.interrupted["done"])
         try:
@@ -569,7 +569,7 @@ class Run:
                 done += 1
         except Stop:
             if done:
-                sums = averages.sums.new_zeros(world.world_size, len(averages.sums))
+                sums = averages.sums.new_zeros(world.world_size, *averages.sums.shape)
                 sums[world.rank] = averages.sums
                 tables = {split: distributed.all_sum(sums, world), "done": torch.tensor(done)}
                 facts = self._evaluation_facts()

@@ -257,9 +257,9 @@ def score(
     if not rows:
         return table
     assigned = micro_batches(rows, pairs, GROUP_SIZE, world)
-    log_probs = []
+    log_probs = distributed.Table(len(pairs), 2, world)
     for micro_batch in (phase or Phase()).each(assigned):
         batch = collate([pairs[row] for row in micro_batch.index], settings, world.device)
-        log_probs.append(torch.stack(scorer(batch), -1))  # [B, 2]
-    table[rows] = distributed.gather_by_index(len(pairs), assigned, log_probs, world)[rows]
+        log_probs.add(micro_batch, torch.stack(scorer(batch), -1))  # [B, 2]
+    table[rows] = log_probs.reduce()[rows]
     return table

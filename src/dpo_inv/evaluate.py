@@ -148,7 +148,7 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
     lengths = [len(pair.preferred) for pair in one_of_each]
     settings = DesignConfig(seed=seed)
     micro_batches = sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1)
-    values = []
+    table = distributed.Table(len(lengths), 3, world)
     for micro_batch in micro_batches:
         pair = one_of_each[micro_batch.index[0]]
         native = inference.native_letters(pair.backbone).to(world.device)  # [L]
@@ -166,9 +166,9 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
         differ = designs[:, None] != designs  # [DESIGNS, DESIGNS, designed]
         # without the diagonal, where a design is compared with itself
         diversity = differ.float().mean() * DESIGNS / (DESIGNS - 1)
-        values.append(torch.stack([nll, recovery, diversity])[None])
-    table = distributed.gather_by_index(len(lengths), micro_batches, values, world)  # [N, 3]
-    return dict(zip(("nll", "recovery", "diversity"), table.T.tolist(), strict=True))
+        table.add(micro_batch, torch.stack([nll, recovery, diversity])[None])
+    values = table.reduce().T.tolist()
+    return dict(zip(("nll", "recovery", "diversity"), values, strict=True))
 
 
 def compare_natives(before: Natives, after: Natives) -> dict[str, float]:

@@ -166,7 +166,7 @@ def validate(
     """
     world = run.world
     averages = metrics.Averages(world, INTERVALS)
-    scores = []
+    scores = distributed.Table(len(rows), 2, world)
     micro_batches = batches.micro_batches(range(len(rows)), rows, batches.GROUP_SIZE, world)
     run.bar.begin("Validation", len(micro_batches))
     for micro_batch in micro_batches:
@@ -178,17 +178,16 @@ def validate(
         per_pair, values = loss_of(source, batch, known, part, config)
         values = checked_metrics(per_pair, values)
         averages.add(values, to_device(micro_batch.weight, world.device))
-        scores.append(torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
+        scores.add(micro_batch, torch.stack([values["logps/chosen"], values["logps/rejected"]], -1))
         if run.bar.is_shown:  # to read the losses, the host waits for the GPU
             run.bar.advance(per_pair.tolist())
     means = averages.reduce()
-    after = distributed.gather_by_index(len(rows), micro_batches, scores, world)  # [N, 2]
     if not step:  # all pairs are ties
         for end in ("", "_low", "_high"):
             del means[f"rewards/accuracies{end}"]
     # the exponential of more than 709 is not a float
     means["perplexity"] = math.exp(means["nll"]) if means["nll"] < 700 else math.inf
-    return means | evaluate.compare(rows, ref_logps.cpu().numpy(), after.cpu().numpy())
+    return means | evaluate.compare(rows, ref_logps.cpu().numpy(), scores.reduce().cpu().numpy())
 
 
 # --- epochs --------------------------------------------------------------------------------------

@@ -406,10 +406,10 @@ def score(
     if not rows:
         return table
     micro_batches = scorer.micro_batches(rows, examples, world, micro_batch_size)
-    scores = []
+    scores = distributed.Table(len(examples), table.shape[1], world)
     with dropout_off(scorer):
         for micro_batch in (phase or Phase()).each(micro_batches):
             batch = scorer.collate([examples[row] for row in micro_batch.index], world.device)
-            scores.append(torch.stack(scorer(batch), -1))  # [B, S]
-    table[rows] = distributed.gather_by_index(len(examples), micro_batches, scores, world)[rows]
+            scores.add(micro_batch, torch.stack(scorer(batch), -1))  # [B, S]
+    table[rows] = scores.reduce()[rows]
     return table

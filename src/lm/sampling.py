@@ -137,8 +137,7 @@ def sample(
     """
     size = batch_size(scorer, prompts, spec, world)
     starts = range(0, len(rows), size)
-    micro_batches = []
-    replies = []
+    replies = distributed.Table(len(rows), spec.max_new_tokens, world)
     batches = assign_micro_batches(range(len(starts)), [0] * len(starts), world, 1)
     for assigned in phase.each(batches, spec.max_new_tokens):
         start = starts[assigned.index[0]]
@@ -150,10 +149,11 @@ def sample(
         reply = sampled[:, len(batch[0]) :].float()  # [B, new tokens]
         reply = pad(reply, (0, spec.max_new_tokens - reply.shape[1]))
         places = [*range(start, start + len(index))]
-        micro_batches.append(MicroBatch(places, assigned.weight * len(index)))
-        replies.append(torch.full_like(reply, torch.nan) if phase.is_asked() else reply)
+        if phase.is_asked():
+            reply = torch.full_like(reply, torch.nan)
+        replies.add(MicroBatch(places, assigned.weight * len(index)), reply)
     table = torch.full((len(prompts), spec.max_new_tokens), torch.nan, device=world.device)
-    table[rows] = distributed.gather_by_index(len(rows), micro_batches, replies, world)
+    table[rows] = replies.reduce()
     return table
 
 

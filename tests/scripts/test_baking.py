@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import faults
 import generate_data
 import programs
 import runs
@@ -291,6 +292,27 @@ def adapter_in(folder):
 def test_two_processes_have_the_losses_of_one(one, made, tmp_path):
     ranks(2, train, str(tmp_path / "run"), str(made), *batch(4), "--max_steps", "8")
     assert_same_losses(tmp_path / "run", one)
+
+
+def train_stopped(number, folder, rows):
+    faults.stop_in_evaluation(number)
+    return train(folder, rows, *batch(4), "--max_steps", "2", "--log_every", "1000")
+
+
+def test_an_evaluation_continues_where_it_was_stopped(made, tmp_path):
+    """That of the base model as well as that of the LoRA; no micro-batch is computed twice."""
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    [log, _] = faults.finished(run_ranks(2, train_stopped, 0, whole, str(made))).logs
+    assert log.splitlines().count("computed") == 5  # 2 of the base model, 3 of the LoRA
+    computed = 0
+    for number in (1, 2, 1):
+        outcome = run_ranks(2, train_stopped, number, parts, str(made))
+        assert outcome.codes == [85, 85], outcome.logs
+        computed += outcome.logs[0].splitlines().count("computed")
+    [log, _] = faults.finished(run_ranks(2, train_stopped, 0, parts, str(made))).logs
+    assert computed == 4 and log.splitlines().count("computed") == 1
+    assert faults.is_equal(parts, whole)
+    assert not [*tmp_path.rglob("evaluation.safetensors")]
 
 
 ON_POLICY = runs.words("--on_policy --divergence jsd --max_new_tokens 12")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,8 @@ def main_of(tree, script, flags):
     os.chdir(tree)
     sys.argv[0] = str(tree / script)
     sys.path.insert(0, str(tree / "src"))  # for a module of one's own
-    spec = importlib.util.spec_from_file_location("copy", tree / script)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location("copied", tree / script)
+    module = sys.modules["copied"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     runs.hurry()
     assert module.main(flags) == 0
@@ -455,9 +456,33 @@ def test_frozen_layers_and_a_loss_of_tokens(tmp_path):
     after = load_file(tree / "run/model/model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and all(".layers.3." in name for name in moved)
+    log = run_ranks(1, main_of, tree, COPY, [*TINY, *flags, "--result_dir", "again"]).logs[0]
+    assert "the model's full logits" not in log
     edit(tree, '".layers.3." in name', "False")
     error = error_of(tree, "--restart")
     assert "error: no weight of the model is trained; leave some of them unfrozen" in error
+
+
+def test_a_setting_of_a_copy(tmp_path):
+    """As the page has it: in --help, as a flag, in a file, and among the settings of the run."""
+    tree = copied(tmp_path / "project")
+    code = re.search(r"\n  ```python\n(.*?)  ```", (ROOT / "docs/change_it.md").read_text(), re.S)
+    cli = "from ddp_utils import cli\n"
+    edit(tree, cli, cli + textwrap.dedent(code[1]))
+    calls = "return losses.pair_losses(scorer, batch, ref_logps, losses.LossSpec.of(config))"
+    own = calls.replace("return", "per_pair, metrics =")
+    own += "\n    return per_pair + config.hinge, metrics"
+    edit(tree, calls, own)
+    command = [sys.executable, tree / COPY, "--help"]
+    help_ = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"--hinge .*weight of the hinge of the margin", " ".join(help_.split()))
+    (tree / "mine.yaml").write_text("hinge: 0.5\n")
+    plain = train(tree, folder="plain")
+    for flags, more in ((["--hinge", "2"], 2), (["--config", "mine.yaml"], 0.5)):
+        lines = train(tree, *flags, folder=f"run{more}")
+        assert lines[0]["loss"] == pytest.approx(plain[0]["loss"] + more, rel=1e-6)
+        settings = json.loads((tree / f"run{more}/config.json").read_text())
+        assert settings["hinge"] == more
 
 
 @pytest.mark.parametrize("changed", ["Averaged weights"], indirect=True)

@@ -9,7 +9,7 @@ import torch
 
 import train_loop
 from conftest import ROOT
-from ddp_utils import UserError, distributed, terminal
+from ddp_utils import UserError, distributed
 from ddp_utils.policy import Precision
 from lm import models
 from lm.chat_template import Encoder
@@ -200,7 +200,7 @@ def test_kl_is_measured_for_each_other_prompt(student):
     rows.append(Trajectory(third, third, [6] * 9, "a:9", "?", "robot"))
     rows.append(Trajectory(third, third, [7] * 2, "a:9", "!", "robot"))
     costs = [by_hand(student.model, row) for row in rows]
-    run = SimpleNamespace(world=distributed.World(), phase=terminal.Phase)
+    run = SimpleNamespace(world=distributed.World(), evaluation=lambda _, batches, table: batches)
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
     teacher = distillation.Teacher(student, config, run.world)

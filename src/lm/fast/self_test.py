@@ -76,7 +76,8 @@ def check_head(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> s
     """
 
     def with_fast_head() -> Tensor:
-        return scorer.token_logps(logps.collate(pairs, device))
+        # a script's own token_logps() may return other numbers
+        return logps.Scorer.token_logps(scorer, logps.collate(pairs, device))
 
     def with_full_logits() -> Tensor:
         scores = []
