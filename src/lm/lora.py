@@ -43,8 +43,7 @@ def inherit_config(config: Any, init_adapter: str) -> None:
 
     Raises UserError if they were set to other values, or if there is no such LoRA.
     """
-    with cli.located({"model_name": "--init_adapter"}):
-        adapter = adapter_settings(init_adapter)
+    adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     if isinstance(adapter.target_modules, list | set):  # else a pattern, or peft's own choice
         targets = {*adapter.target_modules, *(adapter.target_parameters or [])}

@@ -139,7 +139,7 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
         count = max(1, min(10, len(values) // 2))
         ends = [fmean(part) for part in (values[:count], values[count:][-count:]) if part]
         if metric == "rewards/accuracies":  # there is no first one: all pairs of step 1 are ties
-            ends = ends[1:] if len(values) > 1 else []
+            ends = ends[1:]
         if ends:
             kind = f"means of {count} steps" if count > 1 else "single steps"
             texts.append(f"{name:<11} training {arrow(ends)}, {kind}")
