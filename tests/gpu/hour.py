@@ -168,8 +168,8 @@ GPUs: a CPU build of PyTorch accepts CUDA devices, checks the inputs of each ope
 build would, and computes the operator on the CPU. The checks cover devices, dtypes, autocast,
 host-device synchronization, fused AdamW, and operations that NCCL does not support.
 
-{done} of the {planned} planned runs, on one or two GPUs, were completed. {good} of them exited with
-status 0 and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may
+Of {planned} planned runs, on one or two GPUs, {done} were completed, {good} of them with status 0
+and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may
 come from different commits: DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
 GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
 and 3, in fp32, bf16 and fp16 (proteins in fp32).

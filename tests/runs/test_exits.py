@@ -91,9 +91,7 @@ def test_a_rank_that_is_still_saving_is_not_disturbed(tmp_path):
 def test_ranks_that_wait_for_a_dead_one_are_killed(dead, monkeypatch):
     """Whichever rank died: it may be the one that the launcher asks last."""
     monkeypatch.setattr(launch, "END_SECONDS", 1)
-    monkeypatch.setattr(
-        launch, "ranks", [subprocess.Popen(["sleep", str(LIMIT)]) for _ in range(2)]
-    )
+    monkeypatch.setattr(launch, "ranks", [subprocess.Popen(["sleep", "100"]) for _ in range(2)])
     launch.ranks[dead].kill()
     assert launch.wait(120) == [-signal.SIGKILL if rank == dead else 1 for rank in range(2)]
 
