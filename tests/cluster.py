@@ -213,11 +213,11 @@ def processes(fits):
     return alive(result)
 
 
-def wait(condition, step=0.1):
-    """Until condition() is true; returns what it is. TimeoutError after LIMIT seconds."""
-    deadline = time.monotonic() + LIMIT
+def wait(condition, step=0.1, limit=LIMIT):
+    """Until condition() is true; returns what it is. TimeoutError after `limit` seconds."""
+    deadline = time.monotonic() + limit
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nothing came within {LIMIT} s")
+            raise TimeoutError(f"nothing came within {limit} s")
         time.sleep(step)
     return value

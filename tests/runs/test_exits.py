@@ -173,7 +173,7 @@ def test_a_launcher_that_is_killed_leaves_no_orphan(seconds, tmp_path):
     pids = [int(line.split()[-1]) for line in lines]
     time.sleep(seconds)
     process.kill()
-    cluster.wait(lambda: not cluster.alive(pids))
+    cluster.wait(lambda: not cluster.alive(pids), limit=90)  # long before they end by themselves
 
 
 # --- a group that cannot connect -----------------------------------------------------------------
