@@ -262,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     summary, returns = evaluate_agent(model, config, compare=True)
     folder.mkdir(exist_ok=True)
     write(folder, summary, returns, config)
-    data.write_json(folder / "summary.json", summary | {"settings": changed})
+    used = {name: getattr(config, name) for name in flags}
+    data.write_json(folder / "summary.json", summary | {"settings": used})
     print(f"overall mean {returns['agent'].mean():.2f}\n{describe(summary)}\n-> {folder}/")
     return 0
 

@@ -9,11 +9,11 @@ from ddp_utils import cli
 @dataclass
 class Config:
     ckpt_dir: str = "runs/ad_demo"  # folder of a finished run
-    eval_episodes: int = 60  # episodes per trial, all in one context
-    eval_copies: int = 8  # trials per task
+    eval_episodes: int | None = None  # episodes per trial, all in one context; None: as in the run
+    eval_copies: int | None = None  # trials per task; None: as in the run
     eval_temperature: float | None = None  # sampling temperature of actions; None: as in the run
     eval_explore_temperature: float | None = None  # before the first reward; None: as in the run
-    seed: int = 0  # random seed of the actions
+    seed: int | None = None  # random seed of the actions; None: as in the run
     debug: bool = False  # show a traceback for user errors
 
 

@@ -223,6 +223,7 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     path, damaged = find_newest(folder / "checkpoints")
     problems = [f"{bad} is not used: {problem}" for bad, problem in damaged]
     if is_new or (changed and not path and not damaged):
+        check_inputs_stay(folder, settings)
         check_model_folder(spec)  # the earlier run is moved aside, but not its model
         return FolderState("move aside")
     if damaged and not path:
@@ -316,6 +317,14 @@ def check_model_folder(spec: RunSpec) -> None:
         raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
     if any(output.glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; use another folder")
+
+
+def check_inputs_stay(folder: Path, settings: dict) -> None:
+    """Raise UserError if a setting names a file of the earlier run, whose folder is moved aside."""
+    for name, value in settings.items():
+        if folder.resolve() in data.resolve(str(value)).resolve().parents:
+            problem = f"--{name}: {value} is in {folder}, which would be renamed"
+            raise UserError(f"{problem}; use another folder for the new run")
 
 
 def lock(folder: Path) -> FileLock:

@@ -216,6 +216,23 @@ def test_restart_counts_once_for_all_starts_of_a_launcher(tmp_path):
         assert checkpoints.inspect(spec, {"seed": 1}, facts, restart=True).action == action
 
 
+def test_a_new_run_does_not_move_its_own_input_aside(tmp_path):
+    """The model of the earlier run, with the default folder for the new one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    spec = unfinished(folder, {})
+    (folder / "summary.json").write_text('{"status": "finished"}')
+    for model in ("run/model", "model"):
+        (tmp_path / model).mkdir()
+        now = {"seed": 2, "model_name": str(tmp_path / model)}
+        if model == "model":
+            assert checkpoints.inspect(spec, now, {"code": {}}).action == "move aside"
+        else:
+            problem = f"--model_name: {folder}/model is in {folder}, which would be renamed; use"
+            with pytest.raises(UserError, match=problem):
+                checkpoints.inspect(spec, now, {"code": {}})
+
+
 def test_a_script_of_another_name_is_changed_code(tmp_path):
     spec = unfinished(tmp_path, {"code": {"main_distributed.py": "a", "ddp_utils/run.py": "b"}})
     now = {"my_dpo.py": "a", "ddp_utils/run.py": "b"}
