@@ -16,9 +16,9 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # of CUDA; of cuBLAS and cuDNN, on whose handles torch raises a plain RuntimeError; of XPU
 MEMORY_ERROR = re.compile("out of memory|STATUS_ALLOC_FAILED|OUT_OF_DEVICE_MEMORY")
 
-# For GNU OpenMP, before torch is imported: a thread that waits for others checks 10,000 times and
-# then sleeps. By default it checks 300,000 times, with which the demo took 1.5 to 2.7 times as long
-# beside other programs on both CPUs, and no less time without them.
+# GNU OpenMP reads this when torch is imported: a thread that waits for others checks 10,000 times,
+# and then sleeps. By default it checks 300,000 times. With this default, the demo took 1.5 to 2.7
+# times as long beside other programs on the same CPUs, and as long without them.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -66,7 +66,9 @@ def save_seconds() -> int:
 
 def cpus() -> int:
     """Return the number of CPUs that this process may use: a job may have some of a node's."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def end_with_parent() -> None:

@@ -320,9 +320,10 @@ def check_model_folder(spec: RunSpec) -> None:
 
 
 def check_inputs_stay(folder: Path, settings: dict) -> None:
-    """Raise UserError if a setting names a file of the earlier run, whose folder is moved aside."""
+    """Raise UserError if the new run reads files of the earlier run, which is moved aside."""
     for name, value in settings.items():
-        if folder.resolve() in data.resolve(str(value)).resolve().parents:
+        is_inside = folder.resolve() in data.resolve(str(value)).resolve().parents
+        if is_inside and name != "output_dir":  # which may be the folder `model` of the run
             problem = f"--{name}: {value} is in {folder}, which would be renamed"
             raise UserError(f"{problem}; use another folder for the new run")
 

@@ -137,8 +137,8 @@ def test_without_a_network_it_is_one_line_of_two_ranks_after_one_question(settin
     flags = {"train_data": runs.PAIRS, setting: "org/name", "fine_tuning": "lora"}
     words = [word for flag in flags.items() for word in (f"--{flag[0]}", flag[1])]
     hangs_up = socketserver.BaseRequestHandler  # without an answer
-    with mock.patch.object(hangs_up, "handle") as asked:
-        server = socketserver.TCPServer(("127.0.0.1", 0), hangs_up)
+    server = socketserver.TCPServer(("127.0.0.1", 0), hangs_up)
+    with server, mock.patch.object(hangs_up, "handle") as asked:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = environment(server.server_address[1], tmp_path / "home")
         options = {"env": env, "capture_output": True, "text": True, "timeout": LIMIT}

@@ -222,15 +222,14 @@ def test_a_new_run_does_not_move_its_own_input_aside(tmp_path):
     folder.mkdir()
     spec = unfinished(folder, {})
     (folder / "summary.json").write_text('{"status": "finished"}')
-    for model in ("run/model", "model"):
-        (tmp_path / model).mkdir()
-        now = {"seed": 2, "model_name": str(tmp_path / model)}
-        if model == "model":
-            assert checkpoints.inspect(spec, now, {"code": {}}).action == "move aside"
-        else:
-            problem = f"--model_name: {folder}/model is in {folder}, which would be renamed; use"
-            with pytest.raises(UserError, match=problem):
-                checkpoints.inspect(spec, now, {"code": {}})
+    model, other = folder / "model", tmp_path / "model"
+    model.mkdir()
+    other.mkdir()
+    problem = f"--model_name: {model} is in {folder}, which would be renamed; use another folder"
+    with pytest.raises(UserError, match=problem):
+        checkpoints.inspect(spec, {"seed": 2, "model_name": str(model)}, {"code": {}})
+    now = {"seed": 2, "model_name": str(other), "output_dir": str(model)}
+    assert checkpoints.inspect(spec, now, {"code": {}}).action == "move aside"
 
 
 def test_a_script_of_another_name_is_changed_code(tmp_path):

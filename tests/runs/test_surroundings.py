@@ -344,12 +344,13 @@ def test_a_generated_script_may_be_started_by_those_who_may_read_it(tmp_path):
 # --- other programs on the same CPUs --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "checks"), [("", "10000"), ("active", "30000000000")])
-def test_threads_that_wait_soon_sleep_unless_the_user_has_set_a_policy(policy, checks):
+@pytest.mark.parametrize("policy", ["", "active"])
+def test_threads_that_wait_soon_sleep_unless_the_user_has_set_a_policy(policy):
     """GNU OpenMP prints its settings when torch loads it."""
     env = programs.environment() | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": f"{ROOT}/src"}
     env |= {"OMP_WAIT_POLICY": policy} if policy else {}
     env.pop("GOMP_SPINCOUNT", None)  # of this process
     command = [sys.executable, "-c", "import main_distributed"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert f"GOMP_SPINCOUNT = '{checks}'" in done.stderr
+    assert "GOMP_SPINCOUNT" in done.stderr
+    assert ("GOMP_SPINCOUNT = '10000'" in done.stderr) == (not policy)

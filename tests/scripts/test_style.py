@@ -29,15 +29,15 @@ REACHED = {
     "train": (34, 5920),
     "train_loop": (34, 5530),
     "generate_data": (26, 4780),
-    "dpo_inv.run_dpo_ddp": (26, 4540),
+    "dpo_inv.run_dpo_ddp": (26, 4550),
     "dpo_inv.inference": (18, 3260),
-    "ad.train": (23, 3690),
+    "ad.train": (23, 3700),
     "ad.evaluate": (15, 2440),
 }
 AFTER_THE_DEMO = (35, 6010)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3090)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
-SHARED_OF = {"dpo_inv.run_dpo_ddp": 2740, "ad.train": 2740}
+SHARED_OF = {"dpo_inv.run_dpo_ddp": 2750, "ad.train": 2750}
 PYTHON = 13910  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
