@@ -32,9 +32,13 @@ from ddp_utils import (
     user_error,
 )
 
-# other spelling -> flag, with or without a value, in programs without a setting of the first name
+# other spelling -> flag, with or without a value, in programs that have only the second setting
 ALIASES = {"--validate_only": "--check", "--dry_run": "--check", "--no_cuda": "--backend=gloo"}
 ALIASES |= {"--lr": "--learning_rate", "--r": "--lora_r", "-r": "--lora_r"}
+ALIASES |= {"--use_fsdp": "--strategy=fsdp", "--use_deepspeed": "--strategy=deepspeed"}
+ALIASES |= dict.fromkeys(
+    ("--fsdp_config", "--deepspeed_config", "--deepspeed"), "--sharding_config"
+)
 # settings of other programs that are accepted without an effect -> why they have none
 LOADER = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
 IGNORED = dict.fromkeys((*LOADER, *(f"dataloader_{x}" for x in LOADER)), "there is no data loader")
@@ -100,8 +104,9 @@ def given(config_class: type, argv: Sequence[str] | None = None) -> dict[str, An
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = f"--{name[2:].replace('-', '_')}"
-        if name[2:] not in hints:
-            name = ALIASES.get(name, name)
+        alias = ALIASES.get(name, "")
+        if name[2:] not in hints and alias[2:].partition("=")[0] in hints:
+            name = alias
         if name != "--local_rank":  # torch.distributed.launch and deepspeed append it
             words.append(name + equals + value)
     values, rest = _parser(config_class, hints).parse_known_args(words)
@@ -278,9 +283,8 @@ def check_type(place: str, hint: Any, value: Any) -> None:
         fits &= isinstance(value, tuple) or not is_list
         is_huge = isinstance(part, int | float) and not abs(part) < 2**63  # NaN is not below it
         if not fits or is_huge or data.CONTROL.search(str(part)):
-            expected = f"a valid {getattr(hint, '__name__', hint)}"
-            if is_choice:
-                expected = " or ".join(map(repr, kinds))
+            of_type = f"a valid {getattr(hint, '__name__', hint)}"
+            expected = " or ".join(map(repr, kinds)) if is_choice else of_type
             raise UserError(f"{place}: {part!r:.100} is not {expected}")
 
 

@@ -79,6 +79,11 @@ def test_every_field_is_a_flag(name):
         ("--validate_only", {"check": True}),
         ("--dry-run", {"check": True}),
         ("--lr=1 -r 4 --no-cuda", {"learning_rate": 1.0, "lora_r": 4, "backend": "gloo"}),
+        (
+            "--use_deepspeed --deepspeed_config z.json",  # flags of train.py
+            {"strategy": "deepspeed", "sharding_config": "z.json"},
+        ),
+        ("--use-fsdp --deepspeed a", {"strategy": "fsdp", "sharding_config": "a"}),
         ("--local-rank=1 --beta 0.7 --no_shuffle", {"beta": 0.7, "shuffle": False}),
         ("--beta 0.7 --local_rank=1 --no_shuffle", {"beta": 0.7, "shuffle": False}),
     ],
@@ -99,6 +104,8 @@ def test_lists_positional_arguments_and_a_setting_with_the_name_of_an_alias():
     with pytest.raises(UserError, match="the following arguments are required: folder"):
         cli.parse(commands.Chat, ["--before"])
     assert cli.parse(ad_config.Config, ["--lr", "0.1"]).lr == 0.1
+    with pytest.raises(UserError, match="--use_fsdp is not a setting"):  # nor is --strategy
+        cli.parse(ad_config.Config, ["--use_fsdp"])
 
 
 def test_torchruns_own_parser_lets_every_flag_through():
