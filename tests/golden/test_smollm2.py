@@ -92,7 +92,7 @@ def sft(flags):
 
 
 @needs_packages
-@pytest.mark.parametrize("name", ["dpo", "ipo", "sft"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("ipo", marks=pytest.mark.show), "sft"])
 def test_twelve_steps_equal_trl(name, model, tmp_path):
     golden = json.loads((smollm2.HERE / f"smollm2_{name}.json").read_text())
     smollm2.write_adapter(model, tmp_path / "adapter")

@@ -323,7 +323,7 @@ def lowest(folder):
     return best.get("kl", best.get("loss")), best["step"]
 
 
-ALIKE = {"baking", "sft"}  # to DPO, and to SFT with FSDP
+ALIKE = {"baking", "sft", "sft, zero3"}  # to DPO, and to SFT with FSDP
 SOME = [pytest.param(name, marks=pytest.mark.show if name in ALIKE else ()) for name in BEST]
 
 
