@@ -331,6 +331,15 @@ def test_a_folder_without_a_tokenizer_is_one_line(kind, tmp_path):
     assert error_of(loading.load_tokenizer, str(tmp_path)).startswith(says)
 
 
+@pytest.mark.parametrize("content", [[], {"model_type": "qwen3", "hidden_size": "big"}])
+def test_a_fault_of_config_json_is_not_one_of_the_tokenizer(content, tmp_path):
+    folder = changed(MODEL, tmp_path / "folder", lambda _: None)
+    (folder / "config.json").write_text(json.dumps(content))
+    line = error_of(loading.load_tokenizer, str(folder))
+    assert line.startswith(f"--model_name: {folder}: tokenizer or config.json cannot be read: ")
+    assert ("'hidden_size'" in line) == bool(content)
+
+
 def test_a_template_that_is_only_in_the_file_of_processors_is_read(tmp_path):
     folder = changed(MODEL, tmp_path / "folder", lambda _: None)
     expected = loading.load_tokenizer(str(folder)).chat_template
