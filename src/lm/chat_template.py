@@ -75,11 +75,14 @@ PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssista
 NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
 FOREIGN = "with the end of another model's replies"
+LISTED = "with the text of a list as one of the replies"
 DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
     REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
     FOREIGN: "have replies that end with a token that this tokenizer does not have; remove it",
+    LISTED: "have the text of a list as one of the two replies; for several rejected replies, use "
+    "a row for each, or a list in JSON Lines or Parquet",
 }
 # how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
@@ -94,6 +97,8 @@ RENDERED = re.compile(
 
 # how a reply ends with a special token of some model
 FOREIGN_END = re.compile(r"(?:</s>|<eos>|\[EOS\]|<end_of_\w+>|<\|[^\s<>|]+\|>|<｜[^<>｜]+｜>)\s*\Z")
+# a list of strings, as JSON or Python writes it
+LIST = re.compile(r"""\s*\[\s*["'][\s\S]*["']\s*\]\s*\Z""")
 
 Ids = list[int]  # token ids
 DATE = "date of chat_template"  # name of an input of a run, in its environment.json
@@ -522,6 +527,8 @@ class Encoder:
         endings = map(FOREIGN_END.search, answers)
         if any(ending and ending[0].strip() not in self.special for ending in endings):
             notes.add(FOREIGN)
+        if len({bool(LIST.match(answer)) for answer in answers}) == 2:
+            notes.add(LISTED)
         first, second = [ids[boundary:] + self.added_end for ids in (full_ids[0], full_ids[-1])]
         return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes
 

@@ -1,5 +1,6 @@
 """Preference files of seven kinds -> examples: hand-written rows, whole files, malformed rows."""
 
+import csv
 import json
 import math
 
@@ -382,6 +383,23 @@ def test_ends_of_another_models_replies_are_a_warning(tmp_path):
     _, report = reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
     lines = preference_data.describe_all({"train": report}, {"val": rows})
     assert lines[1].startswith("warning: train: 3 of 3 rows have replies that end with a token")
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_the_text_of_a_list_as_rejected_reply_is_a_warning(write, tmp_path):
+    """A CSV has no lists; where both replies are lists, the task may be to write one."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+
+    def lines_of(chosen):
+        rows = [(f"q{n}", chosen, write(["no", "it's not"])) for n in range(3)]
+        with open(tmp_path / "f.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("prompt", "chosen", "rejected"), *rows])
+        _, report = reading.pairs(tmp_path / "f.csv", encoder)
+        return preference_data.describe_all({"train": report}, {"val": rows})[1:]
+
+    (line,) = lines_of("yes")
+    assert line.startswith("warning: train: 3 of 3 rows have the text of a list as one of the two")
+    assert lines_of('["yes"]') == []
 
 
 # --- rows against each other ---------------------------------------------------------------------
