@@ -98,7 +98,7 @@ RENDERED = re.compile(
 # how a reply ends with a special token of some model
 FOREIGN_END = re.compile(r"(?:</s>|<eos>|\[EOS\]|<end_of_\w+>|<\|[^\s<>|]+\|>|<｜[^<>｜]+｜>)\s*\Z")
 # a list of strings, as JSON or Python writes it
-LIST = re.compile(r"""\s*\[\s*["'][\s\S]*["']\s*\]\s*\Z""")
+STRINGS = re.compile(r"""\s*\[\s*["'][\s\S]*["']\s*\]\s*\Z""")
 
 Ids = list[int]  # token ids
 DATE = "date of chat_template"  # name of an input of a run, in its environment.json
@@ -527,7 +527,8 @@ class Encoder:
         endings = map(FOREIGN_END.search, answers)
         if any(ending and ending[0].strip() not in self.special for ending in endings):
             notes.add(FOREIGN)
-        if len({bool(LIST.match(answer)) for answer in answers}) == 2:
+        is_list = [bool(STRINGS.match(answer)) for answer in answers]
+        if is_list[0] != is_list[1]:
             notes.add(LISTED)
         first, second = [ids[boundary:] + self.added_end for ids in (full_ids[0], full_ids[-1])]
         return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes

@@ -181,11 +181,12 @@ def read_tokenizer(name: Name) -> Tokenizer:
 
     Without its files, transformers makes a tokenizer with special tokens only for some models.
     """
-    place, problem = f"--model_name: {name}", "tokenizer or config.json cannot be read"
+    place = f"--model_name: {name}"
+    failure = "tokenizer or config.json cannot be read"
     path = Path(model_path(name))
     has_files = not path.is_dir() or any(map(any, map(path.glob, VOCABULARIES)))
     own: set[int] = set()
-    with reading(place, problem), contextlib.suppress(*(() if has_files else FAULTS)):
+    with reading(place, failure), contextlib.suppress(*(() if has_files else FAULTS)):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
         tokenizer = as_in_file(tokenizer, path / "tokenizer.json")
         tokens_of(tokenizer, PROBE)
@@ -194,9 +195,9 @@ def read_tokenizer(name: Name) -> Tokenizer:
         tokenizer.name_or_path = full_name(name)
         backend = getattr(tokenizer, "backend_tokenizer", None)  # none if it is not fast
         if getattr(backend, "fix_mistral_regex", None) is False:
-            fault = "tokenizer.json may split texts in another way than Mistral's own tokenizer"
+            problem = "tokenizer.json may split texts in another way than Mistral's own tokenizer"
             hint = "use the files of AutoTokenizer.from_pretrained(..., fix_mistral_regex=True)"
-            distributed.warn(f"warning: {name}: {fault}; if it is a model of Mistral, {hint}")
+            distributed.warn(f"warning: {name}: {problem}; if it is a model of Mistral, {hint}")
         template = path / "chat_template.json"  # transformers reads it for processors only
         if not tokenizer.chat_template and template.is_file():
             tokenizer.chat_template = data.read_json(template).get("chat_template")
