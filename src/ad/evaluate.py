@@ -30,7 +30,7 @@ from ad.config import Config
 from ad.model import Cache, Model, Tokens
 from ddp_utils import UserError, data, distributed
 from ddp_utils.checkpoints import check_writable
-from ddp_utils.metrics import ratio
+from ddp_utils.metrics import Z, ratio
 
 Array = np.ndarray
 Returns = dict[str, Array]  # what is evaluated -> mean return of each task and episode [G, E]
@@ -214,7 +214,8 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
         streams = summary.get(f"{name}_streams", 1)
         label += f", {streams} streams" if streams > 1 else ""
         mean = returns[name].mean(0)  # [E]
-        spread = 1.96 * (optimum[:, None] - returns[name]).std(0) / len(optimum) ** 0.5
+        distance = optimum[:, None] - returns[name]  # [G, E]
+        spread = Z * distance.std(0) / max(1, len(optimum) - 1) ** 0.5  # as metrics.interval
         episodes = np.arange(1, len(mean) + 1)
         per_stream.plot(episodes, mean, style, color=color, label=label)
         per_stream.fill_between(episodes, mean - spread, mean + spread, color=color, alpha=0.15)
@@ -238,14 +239,18 @@ def draw(file: Path, summary: dict, returns: Returns, optimum: Array, random: Ar
 
 def load(folder: Path) -> tuple[Model, Config]:
     """Return the model and the settings of a run; raise UserError if the run has not finished."""
+    problem = f"--ckpt_dir: {folder} is not a finished run of src/ad/train.py"
+    not_finished = UserError(f"{problem}; use the output_dir of such a run")
     try:
         saved = data.read_json(folder / "config.json")
+    except (UserError, FileNotFoundError):
+        raise not_finished from None
+    try:
         config = Config(**{k: v for k, v in saved.items() if k not in cli.IGNORED})  # of old runs
-        model = Model(config).eval()
+        model = Model(config).eval()  # UserError if the package of the environment is missing
         model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
-    except (TypeError, UserError, FileNotFoundError, RuntimeError):
-        problem = f"{folder} is not a finished run of src/ad/train.py"
-        raise UserError(f"--ckpt_dir: {problem}; use the output_dir of such a run") from None
+    except (TypeError, FileNotFoundError, RuntimeError):
+        raise not_finished from None
     return model, config
 
 

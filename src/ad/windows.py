@@ -67,7 +67,7 @@ def read(path: Path, config: Config) -> Arrays:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ARRAYS}
             collected = json.loads(str(file["meta"]))
-    except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError) as error:
+    except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError) as error:
         problem = "is damaged or is not a file of histories"
         raise UserError(f"--traj_file: {path} {problem}; remove it to collect it again") from error
     for name, value in config.source_settings().items():

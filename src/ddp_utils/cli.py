@@ -220,6 +220,8 @@ def _parser(config_class: type, hints: dict[str, Any]) -> argparse.ArgumentParse
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    # -5-10 is a range of residues, as for argparse itself from Python 3.14 on; no flag has a digit
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     groups: dict[str, Any] = {}
     comments = comments_of(config_class)
     for field in fields:

@@ -226,8 +226,8 @@ def score_mutants(config: Config) -> None:
         score = mutant - wild_type
         lines.append(f"{pair.location},{pair.name},{pair.mutation},{score:.4f}")
     data.write_text(config.output, "\n".join(lines) + "\n")
-    dropped = report["dropped"].total()
-    print(f"{len(rows)} mutants of {config.mutants}, {dropped} items dropped -> {config.output}")
+    print(*pairs.describe({"mutants": report}), sep="\n")
+    print(f"{len(rows)} mutants of {config.mutants} -> {config.output}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,7 +50,11 @@ class Task(NamedTuple):
 def read_tasks(config: DesignConfig) -> list[Task]:
     """Return a task for each structure; raise UserError for a mistake in a file."""
     text = data.content(config.pdb_list) if config.pdb_list else config.pdb_file
-    names = filter(None, map(str.strip, text.split("\n")))
+    names = [*filter(None, map(str.strip, text.split("\n")))]
+    if not names:
+        raise UserError(
+            f"{config.pdb_list}:1: no structure (expected the path of one in each line)"
+        )
     tasks = [read_task(data.resolve(name), config) for name in names]
     for stem, count in Counter(task.stem for task in tasks).items():
         if count > 1:
@@ -63,10 +67,13 @@ def read_task(file: Path, config: DesignConfig) -> Task:
     backbone = structure.read(file, *pairs.chains_of(vars(config)), config.homo_oligomer)
     if backbone.note:
         print(f"warning: {backbone.note}")
-    if config.tied_positions:
-        backbone = backbone._replace(tied=tie(config, backbone))
-    designed = pairs.mutable(vars(config), backbone, config.numbering)
+    if backbone.unread:
+        chains = " ".join(backbone.unread)
+        print(f"{file.name}: not read: chains {chains}; --fixed_chains makes a chain context")
+    tied = tie(config, backbone) if config.tied_positions else backbone.tied
+    designed = pairs.mutable(vars(config), backbone, config.numbering, tied)
     designed &= backbone.mask > 0
+    backbone = backbone._replace(tied=tied)
     # 1abc for 1abc.pdb and 1abc.cif.gz, 1abc.A for 1abc.A.pdb
     stem = re.sub(r"\.(pdb|ent|cif|mmcif)(\.gz)?$", "", file.name, flags=re.I)
     sequences = read_fasta(config.fasta, backbone) if config.fasta else ()
@@ -160,7 +167,8 @@ def sample(
         # Gumbel noise: the maximum is a draw from the softmax
         draws = torch.rand(scores.shape, generator=generator).clamp_min(1e-30).to(device)
         letters = (scores / temperatures[:, None] - torch.log(-torch.log(draws))).argmax(-1)  # [S]
-        return torch.where(is_designed, letters[:, None], native[residues])
+        # a copy that lacks backbone atoms has the others' letter
+        return torch.where(is_designed.any(-1, keepdim=True), letters[:, None], native[residues])
 
     encoded = model.encode(*batches.structure_tensors(task.structure, device))
     return model.sample(encoded, order, choose)
@@ -191,17 +199,25 @@ def probabilities(model: ProteinMPNN, task: Task, kind: str, device: torch.devic
 
 
 def summarize(task: Task, names: list[str], letters: Tensor, log_probs: Tensor) -> list[dict]:
-    """Return the name, text, score (NLL per residue), perplexity and recovery of each sequence."""
+    """Return the name, text, score (NLL per residue), perplexity and recovery of each sequence.
+
+    None: no designed residue has a known letter, or has one in the structure.
+    """
     native = mpnn.encode(task.structure.sequence)
     picked = log_probs.gather(-1, letters[..., None])[..., 0].cpu().numpy()  # [S, L]
     entries = []
     for name, sequence, scores in zip(names, letters.cpu().numpy(), picked, strict=True):
         known = task.designed & (sequence != UNKNOWN)
-        nll = float(-scores[known].mean())
-        comparable = known & (native != UNKNOWN)
-        recovery = float((sequence == native)[comparable].sum() / max(1, comparable.sum()))
-        entry = {"name": name, "sequence": pairs.text_of(sequence, task.structure), "score": nll}
-        entries.append(entry | {"perplexity": math.exp(nll), "recovery": recovery})
+        is_native = (sequence == native)[known & (native != UNKNOWN)]
+        nll = float(-scores[known].mean()) if known.any() else None
+        entry = {
+            "name": name,
+            "sequence": pairs.text_of(sequence, task.structure),
+            "score": nll,
+            "perplexity": None if nll is None else math.exp(nll),
+            "recovery": float(is_native.mean()) if len(is_native) else None,
+        }
+        entries.append(entry)
     return entries
 
 
@@ -212,9 +228,14 @@ def write(task: Task, config: DesignConfig, native: dict, entries: list[dict]) -
     """Write the JSON and FASTA files of a structure; return the content of the JSON file."""
     fasta = ""
     for entry in (native, *entries):
-        temperature = f"T={entry['temperature']:g} " if "temperature" in entry else ""
-        fasta += f">{entry['name']} score={entry['score']:.4f} {temperature}seed={config.seed} "
-        fasta += f"recovery={entry['recovery']:.4f}\n{entry['sequence']}\n"
+        columns = (
+            ("score", entry["score"], ".4f"),
+            ("T", entry.get("temperature"), "g"),
+            ("seed", config.seed, "d"),
+            ("recovery", entry["recovery"], ".4f"),
+        )
+        words = [f"{name}={value:{digits}}" for name, value, digits in columns if value is not None]
+        fasta += f">{' '.join([entry['name'], *words])}\n{entry['sequence']}\n"
     chains = task.structure.chains
     designed = len(config.design_chains) or 1
     result = {
@@ -273,7 +294,8 @@ def run_task(model: ProteinMPNN, task: Task, config: DesignConfig, device: torch
     result = write(task, config, native, entries)
     line = f"{task.file.name}: {len(entries)} sequences"
     for name in ("perplexity", "recovery"):
-        line += f", {name} {np.mean([entry[name] for entry in entries]):.3f}"
+        values = [entry[name] for entry in entries if entry[name] is not None]
+        line += f", {name} {np.mean(values):.3f}" if values else f", no {name}"
     print(line)
     return result
 

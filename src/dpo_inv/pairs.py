@@ -9,6 +9,7 @@ type, in kcal/mol: positive if the mutant is less stable, as in FireProtDB.
 
 import contextlib
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
@@ -124,6 +125,7 @@ def read(
         pair = _pair(record._replace(data=fields), path, backbones, convention)
         if is_mutant:
             signs.append(pair.sign)
+        if is_mutant and ddg is None:
             effect = "stabilizes" if convention.stable_ddg == "positive" else "destabilizes"
             notes[f"a {name} above 0 {effect}"] += 1
         return pair
@@ -223,8 +225,10 @@ def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) 
     if (both[:, backbone.tied] != both[:, first, None]).any():
         raise UserError("the copies of --homo_oligomer differ")
     targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
-    if not (targets & (preferred != unpreferred)[first]).any():
+    if (preferred == unpreferred).all():
         raise Unusable("the same sequence twice")
+    if not (targets & (preferred != unpreferred)[first]).any():
+        raise Unusable("without a difference at a residue that is known and has its backbone")
     name = " ".join([backbone.name, *backbone.chains])
     arrays = preferred, unpreferred, designed, targets, np.float64(margin)
     return Pair(record.location, name, number, backbone, *arrays)
@@ -234,9 +238,11 @@ def _backbone(
     record: Record, source: str, backbones: dict, settings: PairSettings
 ) -> tuple[int, Structure]:
     """Return the number and the structure of an item's backbone."""
-    name = data.text(record, "pdb_file").split("|")[0]  # FireProtDB lists several structures
+    name = data.text(record, "pdb_file")
     folder = data.resolve(source).parent
-    names = name, f"{name}.pdb", f"{name}.cif"
+    # the files of the mega-scale data set have a colon there; FireProtDB lists several structures
+    spellings = dict.fromkeys([name, name.replace("|", ":"), name.split("|")[0]])
+    names = [*map("".join, itertools.product(spellings, ("", ".pdb", ".cif")))]
     files = [*(folder / name for name in names), *map(data.resolve, names)]
     file = next(filter(Path.is_file, files), None)
     if not file:
@@ -295,7 +301,7 @@ def mutant_of(mutations: str, backbone: Structure, numbering: str) -> np.ndarray
     """
     letters = encode(backbone.sequence)
     new: dict[int, str] = {}  # position of the first copy -> letter
-    for text in re.split(r"[\s,;:/+]+", mutations.strip()):
+    for text in re.split(r"[\s,;:/+]+", mutations.strip("; \n")):  # a line of FoldX ends with ;
         where = f"mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
         if not match:
@@ -419,20 +425,24 @@ def chains_of(settings: Mapping) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return chain or design, fixed
 
 
-def mutable(settings: Mapping, backbone: Structure, numbering: str) -> np.ndarray:
+def mutable(
+    settings: Mapping, backbone: Structure, numbering: str, tied: np.ndarray | None = None
+) -> np.ndarray:
     """Return where letters may differ, [L] bool: all designed chains, or the named residues.
 
     mutable_positions and mutable_ranges are combined; fixed_residues are excluded. numbering: see
-    `find`. Raises UserError if nothing remains of one of the residues and ranges, or of all.
+    `find`. tied: groups [T, C] that are one residue, instead of the copies of the backbone. Raises
+    UserError if nothing remains of one of the residues and ranges, or of all.
     """
     fixed, named = np.zeros((2, *backbone.in_design.shape), bool)
+    tied = backbone.tied if tied is None else tied
     for field in MUTABLE:
         value = settings.get(field)
         mask = fixed if field == "fixed_residues" else named
         residues = positions_of(() if value is None else value, backbone, numbering, field)
         for text, positions in residues.items():
             mask[positions] = True
-            mask[backbone.tied] = mask[backbone.tied].any(-1, keepdims=True)  # all of its copies
+            mask[tied] = mask[tied].any(-1, keepdims=True)  # all of its copies
             if mask is named and fixed[positions].all():
                 raise UserError(f"{field}: {text} is in fixed_residues, too; use one of them")
     allowed = (named if named.any() else backbone.in_design) & ~fixed

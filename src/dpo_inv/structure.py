@@ -58,6 +58,7 @@ class Structure(NamedTuple):
     tied: np.ndarray  # [T, C] int64: positions that share a letter; C is 1 without homo_oligomer
     name: str  # of the file
     note: str  # what the user should know about how the file was read, in one line, or ""
+    unread: tuple[str, ...]  # the other protein chains of the file
 
     @property
     def tied_weights(self) -> np.ndarray:
@@ -103,7 +104,8 @@ def read(
     name = Path(path).name
     hint = "the official parser may differ, see docs/protein_data.md"
     note = f"{name}: {', '.join(notes):.200}; {hint}" if notes else ""
-    structure = Structure(*backbone, *residues, *roles, name, note)
+    unread = tuple(sorted({*residues_of}.difference(chains)))
+    structure = Structure(*backbone, *residues, *roles, name, note, unread)
     return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
 
 

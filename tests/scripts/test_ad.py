@@ -268,6 +268,9 @@ def test_a_file_that_is_no_file_of_histories_is_one_line(path, tmp_path):
         np.savez(bad, **{**file, "reward": file["reward"].astype(object)})
     with pytest.raises(UserError, match="is damaged or is not"):  # it holds a pickle
         windows.read(bad, PLAIN)
+    np.save(tmp_path / "one.npy", np.zeros(3))  # one array without names
+    with pytest.raises(UserError, match=r"one\.npy is damaged or is not a file of histories"):
+        windows.read(tmp_path / "one.npy", PLAIN)
 
 
 def test_histories_of_the_original_code_are_imported_and_checked(arrays, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from ddp_utils import UserError
+from ddp_utils import UserError, data
 from dpo_inv import batches, config, inference, mpnn, pairs
 
 MODEL = ROOT / "data/demo/protein_model.pt"
@@ -122,6 +122,72 @@ def test_each_copy_counts_once_in_the_mean(tmp_path):
     assert {len({*rows}) for rows, *_ in steps} == {1, 2, 3}
     for rows, table, letters in steps:
         assert letters == [table[[*{*rows}], :20].mean(0).argmax()] * 3
+
+
+@pytest.mark.parametrize("flags", [{}, {"homo_oligomer": False, "tied_positions": ("A6=B6",)}])
+def test_a_copy_without_all_atoms_gets_the_letter_of_the_others(flags, dimer, tmp_path, model):
+    """Residue 6 of chain B lacks its O; the letter comes from chain A's log-probs alone."""
+    structure = gemmi.read_structure(str(dimer))
+    structure[0]["B"][5].remove_atom("O", "\0")
+    structure.write_pdb(str(tmp_path / "part.pdb"))
+    config = replace(DIMER, mutable_positions=("A6",), **flags)
+    task = inference.read_task(tmp_path / "part.pdb", config)
+    assert np.flatnonzero(task.designed).tolist() == [5]
+    letters, _ = inference.sample(model, task, torch.full((800,), 2.0), config)
+    length = len(task.structure.sequence) // 2 + 1
+    assert (letters[:, 5] == letters[:, length + 5]).all() and len({*letters[:, 5].tolist()}) > 5
+    assert_drawn_from(letters[:, 5], last(model, task, 5, length + 5) / 2)
+
+
+@pytest.mark.parametrize("numbering", ["pdb", "sequence", "gapped"])
+@pytest.mark.parametrize("tied", [(), ("3=10",), ("A3=A10",), ("10=1",), ("2-5=10-13",)])
+def test_ties_do_not_change_what_a_number_means(numbering, tied):
+    """The residues of bundle_00 are 1 to 36, so all three numberings are the same."""
+    options = {"tied_positions": tied, "numbering": numbering}
+    for number in (12, 20):
+        copies_of_12 = {4, 12} if tied == ("2-5=10-13",) else {12}
+        expected = sorted(copies_of_12 if number == 12 else {20})
+        one = replace(MONOMER, mutable_positions=(str(number),), **options)
+        designed = inference.read_task(BUNDLE, one).designed
+        assert (np.flatnonzero(designed) + 1).tolist() == expected
+        others = config.DesignConfig(fixed_residues=(str(number),), **options)
+        designed = inference.read_task(BUNDLE, others).designed
+        assert (np.flatnonzero(~designed) + 1).tolist() == expected
+
+
+def test_a_modified_residue_has_no_score_until_it_has_a_letter(tmp_path, capsys):
+    """Its native letter is unknown; nothing that is written is NaN."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    structure[0][0][8].name = "SEP"
+    structure.write_pdb(str(tmp_path / "sep.pdb"))
+    flags = [f"--model_path={MODEL}", f"--pdb_file={tmp_path}/sep.pdb", "--mutable_positions=9"]
+    assert inference.main([*flags, "--num_samples=2", f"--output_dir={tmp_path}/out"]) == 0
+    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("sep.pdb: 2 seq")]
+    assert ", perplexity " in line and line.endswith(", no recovery")
+    result = data.read_json(tmp_path / "out/sep_sequences.json")  # which is strict
+    native, *others = result["native"], *result["details"]
+    assert [native[name] for name in ("score", "perplexity", "recovery")] == [None] * 3
+    assert all(entry["score"] > 0 and entry["recovery"] is None for entry in others)
+    heads = (tmp_path / "out/sep_sequences.fasta").read_text().splitlines()[::2]
+    assert heads[0] == ">sep_native seed=0"
+    assert heads[1] == f">sep_sample_0 score={others[0]['score']:.4f} T=0.1 seed=0"
+
+
+def test_ranges_may_begin_below_zero(tmp_path, monkeypatch, capsys):
+    """As those of a tag before the first residue; a flag cannot begin with a digit."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    for number, residue in enumerate(structure[0][0], start=-5):
+        residue.seqid = gemmi.SeqId(number, " ")
+    structure.write_pdb(str(tmp_path / "tag.pdb"))
+    flags = [f"--model_path={MODEL}", f"--pdb_file={tmp_path}/tag.pdb", "--check"]
+    for words, count in (
+        (["--mutable_positions", "-3"], 1),
+        (["--mutable_ranges", "-5-10"], 16),
+        (["--fixed_residues", "-5--1", "3"], 30),
+        (["--mutable_positions", "7", "--tied_positions", "-3=7"], 2),
+    ):
+        assert inference.main([*flags, *words]) == 0
+        assert f"chains A, {count} residues are designed" in capsys.readouterr().out
 
 
 def test_all_residues_tied_decode_to_what_was_sampled(dimer, model):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def test_evaluate_reproduces_the_evaluation_of_the_run(one, capsys):
     assert (one / "evaluation/returns.png").stat().st_size > 10000
     with pytest.raises(UserError, match="--ckpt_dir: .* is not a finished run of src/ad/train.py"):
         evaluate.main(["--ckpt_dir=tests"])
+
+
+def test_a_run_whose_package_is_gone_is_a_finished_run(one, tmp_path, monkeypatch):
+    shutil.copytree(one, tmp_path / "lake")
+    settings = json.loads((one / "config.json").read_text()) | {"env": "FrozenLake-v1"}
+    (tmp_path / "lake/config.json").write_text(json.dumps(settings))
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(UserError, match="--env: .*pip install gymnasium"):
+        evaluate.main([f"--ckpt_dir={tmp_path}/lake"])
 
 
 LEARNS = runs.words(
@@ -256,6 +266,7 @@ WRONG = {
     "horizon=7": "--total_source_timesteps: 19200 is out of range (expected a multiple of n_str",
     "tf_n_head=5": "--tf_n_embd: 32 is out of range (expected an even multiple of tf_n_head)",
     "train_env_ratio=0.999": "--train_env_ratio: 0.999 is out of range (expected some tasks on",
+    "env=darkroom_permuted horizon=1": "--horizon: 1 is out of range (expected enough",
     "use_compressed_context=true compress_interval=30": "--compress_interval: 30 is out of range",
     "train_source_timesteps=200": "--train_source_timesteps: 200 is out of range (expected >= the",
     "--config=a.yaml lr=1": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",

@@ -391,6 +391,10 @@ def test_a_check_of_inference_says_what_would_be_designed(tmp_path, capsys):
     name = Path(SINGLE["pdb_file"]).name
     assert capsys.readouterr().out == f"{name}: chains A, {len(TEXT)} residues are designed\n"
     assert not (tmp_path / "new").exists()
+    two = ["--model_path", MODEL, "--pdb_file", str(INPUT / COMPLEX["pdb_file"]), "--check"]
+    assert inference.main([*two, "--design_chains", *COMPLEX["design_chains"]]) == 0
+    [chain] = COMPLEX["fixed_chains"]
+    assert f"not read: chains {chain}; --fixed_chains makes" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output_dir: .*/file is not a folder"):
         inference.main([*flags, str(tmp_path / "file")])
@@ -402,4 +406,7 @@ def test_two_structures_of_one_name_are_an_error(tmp_path):
         shutil.copy(INPUT / SINGLE["pdb_file"], tmp_path / folder / "same.A.pdb")
     (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{x}/same.A.pdb\n" for x in "ab"))
     with pytest.raises(UserError, match="same.A occurs twice; rename one of the files"):
+        inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])
+    (tmp_path / "list.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="list.txt:1: no structure .expected the path of one in"):
         inference.main(["--model_path", MODEL, "--pdb_list", str(tmp_path / "list.txt")])

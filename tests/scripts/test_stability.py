@@ -44,7 +44,10 @@ def mutation(place):
     return f"{NATIVE[place - 1]}{place}{other(NATIVE[place - 1])}"
 
 
-def write(path, rows, names=("pdb", "chain", "mutation", "ddG")):
+COLUMNS = ("pdb", "chain", "mutation", "ddG")
+
+
+def write(path, rows, names=COLUMNS):
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([names, *rows])
     return str(path)
@@ -118,10 +121,10 @@ FORMATS = {
     ),
     "mega-scale": (
         lambda name, place, letter, ddg: {
-            "name": f"{name}.pdb_{NATIVE[place - 1]}{place}{letter}",
+            "name": f"{name}|run2.pdb_{NATIVE[place - 1]}{place}{letter}",
             "aa_seq": NATIVE[: place - 1] + letter + NATIVE[place:],
             "mut_type": f"{NATIVE[place - 1]}{place}{letter}",
-            "WT_name": f"{name}.pdb",
+            "WT_name": f"{name}|run2.pdb",  # the file has a colon
             "dG_ML": 3.1,
             "ddG_ML": ddg,
         },
@@ -155,7 +158,8 @@ FORMATS = {
 def test_data_of_the_field_are_read_with_their_sign(tmp_path, name, flag):
     """A destabilizing mutant at 3 and a stabilizing one at 9; --stable_ddg is for other files."""
     row, unused, reason, sign, stable = FORMATS[name]
-    (tmp_path / "1xyz.pdb").write_bytes(BUNDLE.read_bytes())
+    for file_name in ("1xyz.pdb", "1xyz:run2.pdb"):
+        shutil.copy(BUNDLE, tmp_path / file_name)
     rows = [row("1xyz", 3, "W", -stable * 1.5), row("1xyz", 9, "P", stable * 0.5)]
     rows.append(row("1xyz", 12, "G", 1) | unused)
     file = table_of(tmp_path / "data.csv", *rows)
@@ -170,6 +174,7 @@ def test_data_of_the_field_are_read_with_their_sign(tmp_path, name, flag):
         assert (row_of, pair.sign) == (place - 1, sign_of_mutant)
         assert mpnn.ALPHABET[mutant[row_of]] == letter
     assert (one.margin, two.margin) == (1.5, 0.5)
+    assert one.backbone.name == ("1xyz:run2.pdb" if name == "mega-scale" else "1xyz.pdb")
     assert [*report["dropped"]] == [reason]
     [line] = pairs.describe({"train": report})
     if stable == 1 or flag == "negative":
@@ -204,6 +209,7 @@ def test_a_mutation_may_name_its_chain(tmp_path):
         ({"design_chains": "AB"}, f"{letter}B5w", ("A", "B"), len(NATIVE) + 4),
         ({"design_chains": "AB"}, f"{letter}A5W", ("A", "B"), 4),
         ({}, f"{letter}A5W:{letter}B5W", ("A", "B"), 4),
+        ({}, f"{letter}A5W,{letter}B5W;", ("A", "B"), 4),  # a line of FoldX's individual_list.txt
         ({}, f"{letter}5W", ("A",), 4),
     ):
         item = {"pdb": "ab.pdb", "mutation": name, "ddG": 1, **column}
@@ -601,6 +607,26 @@ def test_mutants_are_scored_without_a_ddg(tmp_path, capsys):
                 scores = model.decode(encoded, letters, torch.from_numpy(order))
                 sums.append(scores.gather(-1, letters[..., None]).sum().item())
             assert float(line["score"]) == pytest.approx(sums[1] - sums[0], abs=2e-4)
+
+
+def test_a_mutant_that_is_not_scored_is_named(tmp_path, capsys):
+    """Residue 3 has no O, residue 12 is a HETATM record, and a deletion is no substitution."""
+    structure = gemmi.read_structure(str(BUNDLE))
+    chain = structure[0][0]
+    chain[2].remove_atom("O", "\0")
+    chain[11].het_flag = "H"
+    structure.write_pdb(str(tmp_path / "het.pdb"))
+    names = [mutation(3), mutation(5), mutation(5), "del7"]
+    path = write(tmp_path / "a.csv", [["het.pdb", "A", name] for name in names], COLUMNS[:3])
+    assert evaluate.main([f"--mutants={path}", f"--model_path={MODEL}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        f"mutants: 2 pairs of {path}; 1 without a difference at a residue that is known and has "
+        "its backbone; 1 not a substitution"
+    )
+    assert lines[1].startswith("warning: 1 pairs occur again (0 with another ddG)")
+    assert lines[2].startswith("warning: 1 structures such as het.pdb: ") and "A12 read" in lines[2]
+    assert lines[3].startswith(f"2 mutants of {path} -> ") and len(lines) == 4
 
 
 def test_evaluate_compares_with_the_model_that_the_training_began_with(

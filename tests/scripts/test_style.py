@@ -29,8 +29,8 @@ REACHED = {
     "train": (34, 5930),
     "train_loop": (34, 5545),
     "generate_data": (26, 4790),
-    "dpo_inv.run_dpo_ddp": (26, 4550),
-    "dpo_inv.inference": (18, 3265),
+    "dpo_inv.run_dpo_ddp": (26, 4580),
+    "dpo_inv.inference": (18, 3295),
     "ad.train": (23, 3700),
     "ad.evaluate": (15, 2445),
 }
@@ -38,7 +38,7 @@ AFTER_THE_DEMO = (35, 6025)  # of main_distributed.py, DDP: files and lines that
 SHARED = (17, 3090)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2750, "ad.train": 2750}
-PYTHON = 13920  # outside tests; the goal is 11,000
+PYTHON = 13960  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
