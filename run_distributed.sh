@@ -61,7 +61,8 @@ train+=("$@")
 # A mistake in the flags of the second program is an error now, not after the sampling.
 python -c "import sys; sys.argv.pop(0); from ddp_utils import cli
 from prompt_baking import train_config; cli.check_flags(train_config.read)" "${train[@]}"
-if has_word "--check|--validate_only|--dry_run" "$@" "${generate[@]}"; then
+words=("$@" "${generate[@]}") # in flags, - is _
+if has_word "__check|__validate_only|__dry_run" "${words[@]//-/_}"; then
   # the data of the second program does not exist yet
   exec python -m ddp_utils.launch "$processes" "${generate[@]}" --check
 fi

@@ -3,12 +3,13 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export DDP_PROJECT="$root" # whose code `python -m` must run, whatever the current folder is
-DDP_COMMAND=$(printf '%q ' "$0" "$@") # for the report: how to run it again
+DDP_COMMAND=$(printf '%q ' "${submitted[@]:-$0}" "$@") # for the report: how to run it again
 export DDP_COMMAND=${DDP_COMMAND% }
 # a daemon may have closed the standard streams
 for fd in 0 1 2; do [ -e "/dev/fd/$fd" ] || eval "exec $fd<>/dev/null"; done
-if [ -n "${PBS_O_WORKDIR:-}" ]; then
-  cd "$PBS_O_WORKDIR" || exit
+# PBS starts a job in the home folder; where a job, or its user, has gone to since then counts
+if [ "${PBS_ENVIRONMENT:-}" = PBS_BATCH ] && [ . -ef "${PBS_JOBDIR:-$HOME}" ]; then
+  cd "${PBS_O_WORKDIR:?}" || exit
 fi
 
 # Use the active environment if it has torch (module, conda, venv), otherwise .venv, created once.

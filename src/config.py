@@ -127,6 +127,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
     with cli.located(places):
         read_sharding(config, places)
         check(config)
+    cli.check_accelerate(config.strategy)
     is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
     if is_demo and not (config.val_data or config.test_data):
         config.val_data = "data/demo/preferences_val.jsonl"

@@ -162,6 +162,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
     with cli.located(places):
         read_sharding(config)
         check(config)
+    cli.check_accelerate(config.strategy)
     return config
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ad import environments
-from ddp_utils import UserError, cli
+from ddp_utils import cli
 
 Source = Literal["posterior", "q_learning", "imported"]
 
@@ -141,9 +141,6 @@ RANGES = {
     **dict.fromkeys(FRACTIONS.split(), (">= 0 and < 1", lambda x: 0 <= x < 1)),
     "grid_size": (">= 2 and <= 16", lambda x: 2 <= x <= 16),  # a cell is one byte
 }
-# features of accelerate that this script lacks; `accelerate launch` sets ACCELERATE_USE_FSDP, ...
-NOT_SUPPORTED = """use_fsdp use_deepspeed use_megatron_lm use_parallelism_config in_tpu_pod
-dynamo_backend"""
 
 
 def check(config: Config) -> None:
@@ -190,9 +187,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
         config.mixed_precision = precision
     if os.environ.get("ACCELERATE_USE_CPU") == "True":
         config.backend = "gloo"
-    for name in NOT_SUPPORTED.split():
-        if os.environ.get(f"ACCELERATE_{name.upper()}", "no").lower() not in ("no", "false", "0"):
-            raise UserError(f"accelerate: {name} is not supported; use no in accelerate config")
+    cli.check_accelerate(reads_precision=True)
     with cli.located(places):
         check(cli.check_types(config))
     return config

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,14 +141,17 @@ def read(path: Path, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     rank: whose file is read, if each rank has its own.
     """
-    if not path.exists():
-        raise UserError(
-            f"{path}: rank {rank} does not see the checkpoint that rank 0 sees; "
-            "the run folder must be on a disk that all nodes can read"
-        )
+    check_seen(path, rank)
     manifest = read_manifest(path)
     names = sorted(manifest["files"])
     return load_file(path / names[rank if len(names) > 1 else 0]), manifest
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raise UserError if this rank does not see a folder that rank 0 sees."""
+    if not path.exists():
+        problem = f"{path}: rank {rank} does not see the folder that rank 0 sees"
+        raise UserError(f"{problem}; use a run folder on a disk that all nodes can read")
 
 
 def remove_old(folder: Path, keep: int, step: int, best: int | None = None) -> None:
@@ -215,7 +219,7 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     changed = differences(saved, settings, free)
     changed |= differences(saved_facts.get("inputs", {}), spec.inputs)
     is_finished = data.read_json(folder / "summary.json").get("status") == "finished"
-    is_new = restart and not is_same_launch(saved_facts, facts.get("run_id"))
+    is_new = restart and not is_started_again(saved_facts, facts)
     is_new = is_new or (is_finished and bool(changed))
     if is_finished and not is_new:
         line = f"{folder}: this run is already finished (same settings and data)"
@@ -258,12 +262,34 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
     return FolderState("resume", lines, step, manifest["metrics_bytes"])
 
 
-def is_same_launch(saved_facts: dict, run_id: str | None) -> bool:
-    """Return whether a launcher has started the processes of a run again, with the same flags.
+def start_facts() -> dict[str, Any]:
+    """Return what has started this process: its launcher, if that restarts ranks, and its job.
 
-    saved_facts: as in environment.json; run_id: of the launcher of this process.
+    A launcher's own name for a launch is often the same for all launches; its process is not.
     """
-    return run_id is not None and saved_facts.get("run_id") == run_id
+    started_by = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        started_by = f"{platform.node()} {parent}"
+        with contextlib.suppress(OSError):  # the 22nd field is the time of its start
+            status = Path(f"/proc/{parent}/stat").read_text()
+            started_by += " " + status.rpartition(")")[2].split()[19]
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return {
+        "started_by": started_by,
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "job_restarts": int(restarts) if restarts.isdecimal() else 0,
+    }
+
+
+def is_started_again(saved: dict, now: dict) -> bool:
+    """Return whether a launcher or Slurm has started a run again, with the same flags.
+
+    saved: start_facts() of its last start, with others, as in environment.json; now: of this one.
+    """
+    by_launcher = now.get("started_by") and saved.get("started_by") == now["started_by"]
+    by_slurm = now.get("job_restarts") and saved.get("job") == now["job"]
+    return bool(by_launcher or by_slurm)
 
 
 def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, str]:

@@ -44,6 +44,10 @@ LOADER = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
 IGNORED = dict.fromkeys((*LOADER, *(f"dataloader_{x}" for x in LOADER)), "there is no data loader")
 IGNORED |= {"flash_attn": "PyTorch selects the attention kernel"}
 IGNORED |= {"dynamics": "only actions are predicted"}
+# what `accelerate launch` can be configured for; it sets ACCELERATE_USE_FSDP, ...
+ACCELERATE = ["use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config"]
+ACCELERATE += ["in_tpu_pod", "dynamo_backend"]
+OFF = ("no", "false", "0")
 ONLY_FLAGS = "CHECK_FLAGS_ONLY"  # variable with which a script ends after reading its flags
 # settings that name what a program writes
 OUTPUTS = ["output", "output_dir", "result_dir", "out_dir", "cache_dir"]
@@ -306,6 +310,24 @@ def note_ignored(place: str, name: str, value: Any) -> None:
     """Print a warning for a setting of IGNORED, unless its value is what happens in any case."""
     if str(value).lower() not in ("0", "false"):
         note(f"{place} has no effect: {IGNORED[name]}")
+
+
+def check_accelerate(strategy: str = "", reads_precision: bool = False) -> None:
+    """Raise UserError for what `accelerate launch` is configured for, and this script does not do.
+
+    strategy: "ddp", "fsdp" or "deepspeed", in scripts that have a choice. reads_precision: the
+    script has taken over its mixed_precision; otherwise a warning says that it has no effect.
+    """
+    for name in ACCELERATE:
+        is_set = os.environ.get(f"ACCELERATE_{name.upper()}", "no").lower() not in OFF
+        if is_set and name != f"use_{strategy}":
+            own = f" and --{name} of this script" if strategy and name in ACCELERATE[:2] else ""
+            raise UserError(
+                f"accelerate: {name} is not supported; use no in accelerate config{own}"
+            )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in OFF and not reads_precision:
+        note(f"accelerate's mixed_precision {precision} has no effect: see --help for the script's")
 
 
 def note_unused(config: Any, reason: str, *names: str) -> None:

@@ -79,7 +79,10 @@ def main(count: str, *program: str) -> int:
     """Run the programs one after another; return the exit status of the first that fails."""
     if "--then" in program:
         at = program.index("--then")
-        return main(count, *program[:at]) or main(count, *program[at + 1 :])
+        status = main(count, *program[:at])
+        if received:  # perhaps when the first program had just ended
+            return status or (130 if signal.SIGINT in received else 85)
+        return status or main(count, *program[at + 1 :])
     processes = parse_number("num_gpus", count, 1, 1024)
     nodes = parse_number("NNODES", os.environ.get("NNODES", "1"), 1, 100000)
     node = os.environ.get("NODE_RANK", "") if nodes > 1 else "0"

@@ -83,7 +83,7 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "command": typed_command(),
         "directory": os.getcwd(),
         "launcher": world.launcher,
-        "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),  # of the launcher and its restarts
+        **checkpoints.start_facts(),
         "world_size": world.world_size,
         "backend": world.backend,
         "device": metrics.device_name(world.device),
@@ -132,11 +132,13 @@ def typed_command() -> str:
 def code_digests() -> dict[str, str]:
     """Return a digest of each file of code that this run may import, below src, and of its script.
 
-    All files of ddp_utils count: some are imported only when they are needed.
+    All files of its packages count, since some are imported only when they are needed, as by the
+    first start alone, which makes the token ids.
     """
     loaded = [str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]]
-    files = {*SRC.glob("ddp_utils/**/*.py")}
-    files |= {Path(file) for file in loaded if file.startswith(f"{SRC}/")}
+    files = {Path(file) for file in loaded if file.startswith(f"{SRC}/")}
+    for package in {"ddp_utils", *(file.relative_to(SRC).parts[0] for file in files)}:
+        files.update(SRC.glob(f"{package}/**/*.py"))
     digests = {str(path.relative_to(SRC)): data.sha256(path)[:16] for path in sorted(files)}
     script = Path(sys.argv[0]).resolve()
     if script.suffix == ".py" and script not in files:
@@ -196,6 +198,8 @@ class Run:
             torch.use_deterministic_algorithms(True)
         self.changes = ""  # of the script, to the project's
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
+        if spec.shard_layout:
+            distributed.on_each(world, lambda: checkpoints.check_seen(self.folder, world.rank))
         self.step = self.saved = self.done
         self.interrupted: dict[str, Tensor] = {}  # the tables of EVALUATION, until they are used
 
@@ -580,7 +584,10 @@ class Run:
 
     def _evaluation_facts(self) -> dict[str, Any]:
         """Return what the sums in EVALUATION depend on, besides settings and inputs of the run."""
-        return {"step": self.step, "ranks": self.world.world_size, "code": code_digests()}
+        # of micro-batches, which may be others when a run is resumed
+        sizes = [*map(vars(self.config).get, checkpoints.PER_PROCESS.split())]
+        facts = {"step": self.step, "ranks": self.world.world_size, "code": code_digests()}
+        return facts | {"sizes": sizes}
 
     # --- results that are computed once ----------------------------------------------------------
 

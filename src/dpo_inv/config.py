@@ -108,6 +108,7 @@ def read_settings(argv: list[str]) -> Config:
     config, places = cli.parse_with_file(Config, argv)
     with cli.located(places):
         check(config)
+    cli.check_accelerate()
     is_demo = data.is_same_file(config.train_data, DEMO_TRAIN)
     config.val_data = config.val_data or (DEMO_VAL if is_demo else "")
     config.base_model_name = config.base_model_name or (DEMO_MODEL if is_demo else "v_48_020")

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from ddp_utils import UserError, data, distributed
-from ddp_utils.checkpoints import is_same_launch
+from ddp_utils.checkpoints import is_started_again, start_facts
 from ddp_utils.data import Record
 from ddp_utils.distributed import World
 from lm import models
@@ -561,7 +561,7 @@ def date_in(folder: str | Path, restart: bool = False) -> str:
     """
     file = Path(folder) / "environment.json"
     facts = data.read_json(file) if file.is_file() else {}
-    if restart and not is_same_launch(facts, os.environ.get("TORCHELASTIC_RUN_ID")):
+    if restart and not is_started_again(facts, start_facts()):
         return ""
     return facts.get("inputs", {}).get(DATE, "")
 

@@ -84,4 +84,5 @@ def read(argv: Sequence[str] | None = None) -> Config:
     config, places = cli.parse_with_file(Config, argv)
     with cli.located(places):
         cli.check_ranges(config, max_traj_len=(">= 8", lambda x: x >= 8))
+    cli.check_accelerate()
     return config

@@ -367,3 +367,35 @@ def test_settings_of_a_data_loader_are_accepted_with_a_warning(read, tmp_path, m
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert read(["--num_workers=2", "--seed=7"]).seed == 7
     assert warned(capsys) == []
+
+
+# --- accelerate -----------------------------------------------------------------------------------
+
+READERS = {  # script -> how it reads its settings, flags with which it does what accelerate says
+    "main_distributed": (dpo_config.read, ["--strategy=fsdp"]),
+    "train": (train_config.read, ["--use_fsdp"]),
+    "train_loop": (bake_config.read, None),
+    "dpo_inv.run_dpo_ddp": (protein_config.read_settings, None),
+}
+
+
+@pytest.mark.parametrize("script", READERS)
+def test_what_accelerate_is_configured_for_is_done_or_refused(script, monkeypatch, capsys):
+    """With the variables of `accelerate launch --use_fsdp`, as it sets them."""
+    read, same = READERS[script]
+    monkeypatch.setattr(cli, "noted", [])
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    hint = " and --use_fsdp of this script" if same else ""
+    message = f"accelerate: use_fsdp is not supported; use no in accelerate config{hint}"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        read([])
+    if same:
+        assert read(same).strategy == "fsdp"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    read([])
+    assert "accelerate" not in capsys.readouterr().out
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    read([])
+    assert "warning: accelerate's mixed_precision bf16 has no effect" in capsys.readouterr().out

@@ -183,10 +183,11 @@ def test_only_the_first_rows_are_evaluated(script, tmp_path):
         assert before["logps/chosen"] == pytest.approx(chosen / 3, rel=1e-5)
 
 
-def stopped(script, folder, number=0, has_new_code=False):
+def stopped(script, folder, number=0, has_new_code=False, more=""):
     """A run of two steps that gets the signal of a time limit in an evaluation.
 
     number: micro-batches after which it gets the signal, or 0. Prints each that is computed.
+    more: flags.
     """
     runs.hurry()
     if has_new_code:
@@ -198,7 +199,7 @@ def stopped(script, folder, number=0, has_new_code=False):
         rows = Path(runs.__file__).parents[1] / "data/demo/instructions.jsonl"
         flags = f"{how} --micro_batch_size 1 --val_data {rows} --max_eval_rows 8 --output_dir "
         flags += f"{folder} --report_to none --train_data {rows}"
-    return importlib.import_module(script).main(flags.split())
+    return importlib.import_module(script).main(f"{flags} {more}".split())
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,15 @@ def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
     assert computed == 7 and computed + log.splitlines().count("computed") == whole
     assert faults.is_equal(tmp_path / "parts", tmp_path / "whole")
     assert not [*tmp_path.rglob("evaluation.safetensors")]
+
+
+def test_an_evaluation_in_other_micro_batches_is_repeated(tmp_path):
+    """The batch of a step is the same, so the run may go on; its sums are of other rows."""
+    sizes = [f"--micro_batch_size {x} --gradient_accumulation_steps {2 // x}" for x in (1, 2)]
+    assert run_ranks(2, stopped, "train", tmp_path, 3, False, sizes[0]).codes == [85, 85]
+    faults.finished(run_ranks(2, stopped, "train", tmp_path, 0, False, sizes[1]))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["count"] for line in lines if line["split"] == "val"] == [8, 8]
 
 
 def test_an_evaluation_of_other_code_is_repeated(tmp_path):

@@ -6,12 +6,16 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from shlex import split as words
 
 import pytest
 import torch
 
+import programs
+from conftest import ROOT
 from ddp_utils import UserError, WriteError, checkpoints, data
 from ddp_utils.checkpoints import STATE
 
@@ -210,10 +214,40 @@ def test_checkpoints_without_settings_are_not_resumed(tmp_path):
 
 
 def test_restart_counts_once_for_all_starts_of_a_launcher(tmp_path):
-    spec = unfinished(tmp_path, {"run_id": "7"})
-    for run_id, action in (("7", "resume"), ("8", "move aside"), (None, "move aside")):
-        facts = {"code": {}, "run_id": run_id}
+    spec = unfinished(tmp_path, {"started_by": "n1 7 99", "job": "5"})
+    for started_by, job, restarts, action in (
+        ("n1 7 99", None, 0, "resume"),
+        ("n1 7 101", None, 0, "move aside"),  # another process with this number
+        (None, None, 0, "move aside"),
+        (None, "5", 0, "move aside"),  # another command of the job
+        (None, "5", 1, "resume"),  # Slurm runs the job again
+        (None, "6", 1, "move aside"),
+    ):
+        facts = {"code": {}, "started_by": started_by, "job": job, "job_restarts": restarts}
         assert checkpoints.inspect(spec, {"seed": 1}, facts, restart=True).action == action
+
+
+def test_a_launcher_is_its_process_whatever_its_launches_are_called(monkeypatch):
+    """torchrun --master_port calls each of them "none"; a shell is no launcher."""
+    code = "import json; from ddp_utils import checkpoints as c; print(json.dumps(c.start_facts()))"
+    started = (
+        f"import subprocess, sys; [subprocess.run([sys.executable, '-c', {code!r}]) for _ in '12']"
+    )
+    env = programs.environment() | {"PYTHONPATH": f"{ROOT}/src"}
+    found = []
+    for _ in range(2):
+        command = [sys.executable, "-c", started]
+        options = {"env": env | {"TORCHELASTIC_RUN_ID": "none"}, "text": True, "check": True}
+        lines = subprocess.run(command, stdout=subprocess.PIPE, **options).stdout.splitlines()
+        found += [json.loads(line) for line in lines]
+    assert checkpoints.is_started_again(found[0], found[1])
+    assert checkpoints.is_started_again(found[2], found[3])
+    assert not checkpoints.is_started_again(found[0], found[2])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    expected = {"started_by": None, "job": "5", "job_restarts": 2}
+    assert checkpoints.start_facts() == expected
 
 
 def test_a_new_run_does_not_move_its_own_input_aside(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import chat_template_utils
 
 import faults
+from ddp_utils import checkpoints
 from ddp_utils.tools import report
 from lm import chat, chat_template
 from lm.chat_template import DATE, Encoder
@@ -79,10 +80,11 @@ def test_only_a_restart_has_the_date_of_its_own_day(start, resumed):
 def test_a_launcher_that_starts_the_processes_again_does_not_restart(tmp_path, monkeypatch):
     """The flags are the same; so --restart counts for its first start."""
     config = SimpleNamespace(restart=True, check=True)
-    facts = {"run_id": "7", "inputs": {DATE: FIRST}}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    facts = checkpoints.start_facts() | {"inputs": {DATE: FIRST}}
     (tmp_path / "environment.json").write_text(json.dumps(facts))
-    for run_id, is_again in (("7", True), ("8", False), ("", False)):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    for parent, is_again in ((os.getppid(), True), (1, False)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
         date = chat_template.date_of(str(tmp_path), config, None)
         assert date == (FIRST if is_again else chat_template.today())
 

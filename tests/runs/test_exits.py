@@ -154,6 +154,19 @@ def test_signals_reach_all_ranks(number, status, tmp_path):
     assert "attempt" not in rest  # neither a restart nor the next program
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_a_signal_in_the_last_moments_of_a_program_starts_no_other(number, status, tmp_path):
+    """It has done all of its work, and ends with 0; the next one has not been signalled."""
+    body = SAVES.replace("_exit(85)", "_exit(0)").replace("exit(130)", "exit(0)")
+    process = launcher(tmp_path, body, "--then", tmp_path / "program.py")
+    seen = ""
+    while seen.count("ready") < 2:
+        seen += process.stdout.readline()
+    process.send_signal(number)
+    rest = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == status and "ready" not in rest
+
+
 def test_programs_run_one_after_another_until_one_fails(tmp_path):
     process = launcher(tmp_path, "sys.exit(3 * attempt)", "--then", tmp_path / "program.py")
     assert process.communicate(timeout=LIMIT)[0].count("attempt 0 ") == 4

@@ -114,6 +114,10 @@ def test_the_command_that_was_typed_is_noted_for_the_report():
     words = ["./run_distributed.sh", "2", "--result_dir", "it's mine", "*"]
     done = programs.process(["bash", "-c", code, *words])
     assert shlex.split(done.stdout) == words
+    # in a job, $0 is a copy in a spool folder
+    code = f"submitted=(sbatch 'my job.sh'); {code}"
+    done = programs.process(["bash", "-c", code, "/spool/slurm_script", "--beta", "0.3"])
+    assert shlex.split(done.stdout) == ["sbatch", "my job.sh", "--beta", "0.3"]
 
 
 def test_help_of_the_launcher():
@@ -171,6 +175,32 @@ def test_check_of_baking_reads_the_flags_of_the_second_program():
     done = shell("1", "baking", "--check", "--", "--learning_rat", "1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --learning_rat is not a setting; did you mean")
+
+
+def test_a_check_of_baking_may_be_asked_for_with_dashes(tmp_path):
+    out = [f"--traj-out-file={tmp_path}/a.jsonl", f"--val-out-file={tmp_path}/b.jsonl"]
+    done = shell("1", "baking", "--num-questions=4", *out, "--", "--dry-run")
+    assert done.returncode == 0 and " replies = " in done.stdout, done.stdout + done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "expected"),
+    [
+        ("PBS_BATCH", "home", "submitted"),  # where PBS starts a job
+        ("PBS_BATCH", "gone_to", "gone_to"),
+        ("PBS_INTERACTIVE", "home", "home"),
+        ("PBS_INTERACTIVE", "gone_to", "gone_to"),
+    ],
+)
+def test_paths_in_a_pbs_job_are_relative_to_where_it_has_gone(kind, place, expected, tmp_path):
+    for name in ("home", "submitted", "gone_to"):
+        (tmp_path / name).mkdir()
+    env = {"PBS_ENVIRONMENT": kind, "HOME": f"{tmp_path}/home"}
+    env |= {"PBS_O_WORKDIR": f"{tmp_path}/submitted", "PBS_JOBDIR": f"{tmp_path}/home"}
+    code = f". {ROOT}/scripts/environment.sh; pwd"
+    done = programs.process(["bash", "-c", code], cwd=tmp_path / place, **env)
+    assert done.stdout == f"{tmp_path}/{expected}\n"
 
 
 def main_in_a_closed_pipe(flags):

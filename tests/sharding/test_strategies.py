@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import main_distributed
 import runs
 import train
+from conftest import ROOT
 from ddp_utils import checkpoints, distributed
 from lm import logps, models, parallel
 from lm.sharding import fsdp_policy
@@ -285,6 +286,28 @@ def test_dpo_has_replies_a_judge_and_a_test_set_and_resumes(strategy, data, tmp_
     found, wanted = replies_of(parts), replies_of(one)
     assert found[0].keys() == wanted[0].keys()
     assert [row["reference"] for row in found] == [row["reference"] for row in wanted]
+
+
+def on_a_disk_of_its_own(folder):
+    """Each rank has another folder of the same name, as on nodes that share no disk."""
+    os.chdir(Path(folder) / os.environ["RANK"])
+    rows = str(ROOT / "data/demo/instructions.jsonl")
+    flags = runs.words(
+        "--use_fsdp --type full --max_rows 8 --max_steps 1 --report_to none --output_dir run"
+    )
+    return train.main([*flags, "--train_data", rows, "--val_share", "0"])
+
+
+def test_parts_on_disks_that_are_not_shared_are_one_line_before_the_first_step(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    outcome = run_ranks(2, on_a_disk_of_its_own, str(tmp_path))
+    assert outcome.codes == [2, 2], outcome.logs
+    assert outcome.logs[1] == (
+        "error: run: rank 1 does not see the folder that rank 0 sees; "
+        "use a run folder on a disk that all nodes can read\n"
+    )
+    assert not (tmp_path / "1/run").exists() and not (tmp_path / "0/run/checkpoints").exists()
 
 
 @pytest.mark.parametrize("then", ["ddp", "SHARD_GRAD_OP"])

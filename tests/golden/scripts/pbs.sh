@@ -19,6 +19,8 @@
 #PBS -j oe
 #PBS -r y
 export DDP_JOB_END=$(($(date +%s) + 172800))
+# shellcheck disable=SC2034 # for the report: this script is run as a copy
+submitted=(qsub pbs.sh)
 set -euo pipefail
 
 project=PROJECT

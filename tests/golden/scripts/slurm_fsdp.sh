@@ -25,6 +25,8 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=USR1@300
+# shellcheck disable=SC2034 # for the report: this script is run as a copy
+submitted=(sbatch slurm_fsdp.sh)
 set -euo pipefail
 
 project=PROJECT

@@ -24,6 +24,8 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=USR1@300
+# shellcheck disable=SC2034 # for the report: this script is run as a copy
+submitted=(sbatch slurm_guide.sh)
 set -euo pipefail
 
 project=PROJECT
