@@ -36,7 +36,7 @@ from ddp_utils.policy import (
     make_optimizer,
 )
 from ddp_utils.run import Run, RunSpec, check
-from lm import logps, models, parallel, sampling
+from lm import logps, model_files, models, parallel, sampling
 from lm import preference_data as preferences
 from lm.chat_template import Encoder, date_of
 from lm.checks import check_pairs
@@ -305,7 +305,13 @@ def describe_run(
     models.check_fit(meta_model, encoder.tokenizer, sampled, fix)
     if config.reference_model:
         with cli.located({"model_name": "--reference_model"}):
-            models.load(config.reference_model, "auto", models.META, model_class=MODEL_CLASS)
+            reference = models.load(
+                config.reference_model, "auto", models.META, model_class=MODEL_CLASS
+            )
+            for pairs in filter(None, data.values()):
+                longest = pairs.extremes()
+                models.check_fit(reference, encoder.tokenizer, longest, role="reference model")
+            model_files.check_same_tokens(config.reference_model, encoder.tokenizer)
     folders = {"model_name": config.model_name, "init_adapter": config.init_adapter}
     folders["reference_model"] = config.reference_model
     inputs = models.input_digests(data, folders) | encoder.inputs

@@ -232,12 +232,13 @@ def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict |
 def is_data_set(path: str) -> bool:
     """Return whether the library datasets reads it: Parquet, Arrow, a folder, a name on the hub.
 
-    A split may follow after a colon; a name on the hub that has a dot needs one.
+    After colons may follow a configuration and a split, or a split alone; a name on the hub that
+    has a dot needs one.
     """
     folder = path.partition(":")[0]
     if path.endswith((".parquet", ".arrow")) or (folder and os.path.isdir(resolve(folder))):
         return True
-    is_hub_name = re.fullmatch(r"[\w-]+/([\w-]+|[\w.-]+:\w+)", path)
+    is_hub_name = re.fullmatch(r"[\w-]+/([\w-]+|[\w.-]+(:[\w.-]+)?:\w+)", path)
     return bool(is_hub_name) and not os.path.exists(resolve(path))
 
 

@@ -119,7 +119,7 @@ def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
 
 
 def load(path: str, resolve: Callable[[str], Path]) -> Any:
-    """Return the datasets.Dataset of a file, a folder or a name on the hub, perhaps with :split.
+    """Return the datasets.Dataset of a file, a folder or a name on the hub; see data.is_data_set().
 
     Raises UserError if the library is not installed, cannot read it, or finds no such split.
     """
@@ -135,7 +135,7 @@ def load(path: str, resolve: Callable[[str], Path]) -> Any:
 
 @functools.cache
 def arrow_files(path: str) -> list[str]:
-    """Return the files in the cache of a data set on the hub, perhaps with :split.
+    """Return the files in the cache of a data set on the hub; see data.is_data_set().
 
     All ranks must call this. As in snapshot(), rank 0 asks the hub for the newest commit, and the
     first rank of another node asks for that one if its cache lacks it.
@@ -155,15 +155,22 @@ def arrow_files(path: str) -> list[str]:
 
 
 def _load(path: str, place: str, **options: Any) -> Any:
-    """Return the data set that the library finds at a place, or raise UserError."""
+    """Return the data set that the library finds at a place, or raise UserError.
+
+    path: NAME, NAME:SPLIT or NAME:CONFIGURATION:SPLIT; it is for errors, too.
+    """
     datasets = _library(path)
-    name, _, split = path.partition(":")
+    name, *more = path.split(":")
+    split = more.pop() if more else "train"
     try:
-        return datasets.load_dataset(place, **options, split=split or "train")
+        return datasets.load_dataset(place, *more, **options, split=split)
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"neither a file nor a data set: {reason}"
+        first, *others = (str(error).strip() or type(error).__name__).splitlines()
+        problem = f"neither a file nor a data set: {first}"
         hint = "if it is gated or private, run `hf auth login`; otherwise use a file"
+        if first.startswith("Config name is missing"):
+            problem = f"it has several configurations: {others[0].partition('configs: ')[2]}"
+            hint = f"use {name}:CONFIGURATION:{split}"
         of_hub = explain(name, error, "dataset")
         raise UserError(f"{path}: {of_hub or f'{problem}; {hint}'}") from error
 

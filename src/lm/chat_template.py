@@ -32,7 +32,7 @@ from lm.logps import Pair
 
 Prompt = str | list[dict]  # a user's text, or messages that end with a user's turn
 Reply = str | dict  # a text, or a message that has more than text
-MEDIA = ("function_call", "image", "images", "audio", "audios", "video", "videos")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 EMPTY: tuple = (None, "", [], {})  # values that count as an absent field
 SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
 # whether a row or message is trained
@@ -76,6 +76,7 @@ NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
 FOREIGN = "with the end of another model's replies"
 LISTED = "with the text of a list as one of the replies"
+ONLY_LAST = "only the last reply is trained"
 DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
@@ -83,6 +84,9 @@ DOUBTFUL = {
     FOREIGN: "have replies that end with a token that this tokenizer does not have; remove it",
     LISTED: "have the text of a list as one of the two replies; for several rejected replies, use "
     "a row for each, or a list in JSON Lines or Parquet",
+    ONLY_LAST: "have earlier replies, perhaps tool calls, that are not trained, because the chat "
+    "template renders them otherwise where they are not the last; use a row for each reply, or "
+    "another --chat_template",
 }
 # how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
@@ -252,15 +256,22 @@ class Encoder:
         return message
 
     def check_arguments(self, value: str | dict, place: str) -> dict:
-        """Return arguments, perhaps given as JSON; raise UserError for one the template lacks."""
+        """Return arguments, perhaps given as JSON; raise UserError for one the template lacks.
+
+        Those of a row may be false or empty, since all rows of a table have the same ones.
+        """
         arguments = data.decode(value, place) if isinstance(value, str) else value
         if not isinstance(arguments, dict):
             raise UserError(f'{place}: must be an object, such as {{"enable_thinking": false}}')
-        for name in arguments:
-            if name not in self.template_words or name in ("messages", "add_generation_prompt"):
+        used = {}
+        fix = "remove it" if place.startswith("--") else ignoring("chat_template_kwargs")
+        for name, argument in arguments.items():
+            if name in self.template_words and name not in ("messages", "add_generation_prompt"):
+                used[name] = argument
+            elif place.startswith("--") or not (argument is False or argument in EMPTY):
                 problem = f"the chat template does not use {data.shown(name)}"
-                raise UserError(f"{place}: {problem}; remove it, or use another --chat_template")
-        return arguments
+                raise UserError(f"{place}: {problem}; {fix}, or use another --chat_template")
+        return used
 
     def check_supported(self, messages: list[dict]) -> None:
         """Raise UserError for a role or field that the template would silently leave out."""

@@ -14,6 +14,7 @@ TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\
 FIRST_HUMAN = re.compile(r"\A\s*Human:")
 ROLES = {"human": "user", "gpt": "assistant"}
 ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES["function"] = "tool"  # OpenAI's older name
 # First letters of the roles, the last of which is the assistant's. Any other order than the usual
 # one depends on the template: a system turn alone, the assistant first, two users in a row.
 USUAL = "[sd]?(u(at+)*a)+"
@@ -21,7 +22,12 @@ POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
 TEXT_TYPES = (None, "text", "input_text", "output_text")
 BASIC = {"role", "from", "content", "value", "name"}  # of a message
 BASIC |= {*chat_template.WEIGHTS, *chat_template.MEDIA}
-MORE = {*THOUGHTS, "tool_calls", "tool_call_id"}  # what most templates show besides
+MORE = {
+    *THOUGHTS,
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+}  # what most templates show besides
 
 
 def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]:
@@ -152,6 +158,9 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
 
 def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     is_trained = check_text_only(record, place, message, may_be_0=True)
+    if message.get("function_call") and not message.get("tool_calls"):  # OpenAI's older form
+        message = {**message, "tool_calls": [message["function_call"]]}
+    message = {key: message[key] for key in message if key != "function_call"}
     name = "role" if message.get("from") is None else "from"
     role = ROLES.get(str(message.get(name)))
     if not role:
@@ -171,7 +180,7 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
         content = ""
     if isinstance(content, list):
         content = "".join(_text_of_part(record, f"{place}.{name}", part) for part in content)
-    may_be_empty = role == "assistant" and (is_last or bool(more))
+    may_be_empty = role != "user" and (role != "assistant" or is_last or bool(more))
     field = f"{place}.{name}"
     data.text(Record(record.location, {field: content}), field, may_be_empty)
     if not is_trained:

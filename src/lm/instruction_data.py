@@ -232,7 +232,7 @@ def _earlier_replies(
         except UserError:
             if _questions(turns[:number]):
                 raise
-            notes.add("only the last reply is trained")
+            notes.add(chat_template.ONLY_LAST)
             return []
         is_call = call_end and as_last.endswith(call_end)
         end = call_end if is_call else encoder.earlier_end  # "" without a template
@@ -241,7 +241,7 @@ def _earlier_replies(
         if end:  # the reply may have other white space when it is not the last one
             stop = len(end.join(full_text.split(end)[: as_last.count(end)]) + end)
         if chat_template.without_space(full_text[:stop]) != chat_template.without_space(as_last):
-            notes.add("only the last reply is trained")
+            notes.add(chat_template.ONLY_LAST)
             return []
         ids_before, ids_with_reply = encoder.ids(before, full_text[:stop])
         start = max(common_prefix(ids_before, ids), 1)  # nothing would predict a first token

@@ -43,13 +43,18 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
             raise UserError(f"--judge: {spec} on {prompt!r:.60}: {error}") from error
         if not isinstance(scores, dict):
             scores = {"": scores}
-        if not scores or not all(isinstance(x, numbers.Real) for x in scores.values()):
-            expected = "expected a number or {name: number}"
+        if not scores or not all(map(is_finite, scores.values())):
+            expected = "expected a finite number or {name: number}"
             raise UserError(f"--judge: {spec} returned {scores!r:.60} ({expected})")
         return {key: float(score) for key, score in scores.items()}
 
     judge.digest = data.sha256(file)  # type: ignore[attr-defined]
     return judge
+
+
+def is_finite(score: object) -> bool:
+    """Return whether a score is a number that can be compared."""
+    return isinstance(score, numbers.Real) and math.isfinite(score)
 
 
 def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge) -> Judge:

@@ -254,6 +254,23 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
         raise ValueError(str(error)) from error
 
 
+def check_same_tokens(name: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the tokenizer of another model gives token ids to other tokens.
+
+    Added tokens are not compared, since a model may give reserved ones new names; nor is a folder
+    without a tokenizer.
+    """
+    if find_file(name, "tokenizer_config.json") is None:
+        return
+    other = read_tokenizer(name)
+    added = {*tokenizer.get_added_vocab(), *other.get_added_vocab()}
+    ids = {token: token_id for token, token_id in other.get_vocab().items() if token not in added}
+    for token, token_id in tokenizer.get_vocab().items():
+        if ids.get(token, token_id) != token_id:
+            problem = f"{name}: token {data.shown(token)} has the id {ids[token]}, not {token_id}"
+            raise UserError(f"--model_name: {problem}; use a model with the same tokenizer")
+
+
 def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
     """Return the fraction of unknown tokens in texts, and an example of them, or "".
 
@@ -263,7 +280,9 @@ def unknown(tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
     """
     if not texts:
         return {"fraction": 0.0, "example": ""}
-    ids_of_texts = tokenizer([*texts], add_special_tokens=False, verbose=False).input_ids
+    # its text is a token like others if it is the end token, too
+    texts = [text.replace(tokenizer.unk_token or "\0", "") for text in texts]
+    ids_of_texts = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     unk = tokenizer.unk_token_id
     counts: Counter = Counter()
     example = ""

@@ -273,10 +273,13 @@ def checkpoint_activations(model: Model) -> None:
         raise UserError(f"{flag}: {one_line(error)}; leave it out") from error
 
 
-def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") -> None:
+def check_fit(
+    model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "", role: str = "model"
+) -> None:
     """Raise UserError unless the model has an embedding for each token and enough positions.
 
-    rows: examples, as in logps.Example. fix: the end of the message, "use ...".
+    rows: examples, as in logps.Example. fix: the end of the message, "use ...". role: what the
+    message calls the model.
     """
     embedding: Any = model.get_input_embeddings()
     vocabulary_size = embedding.weight.shape[0]
@@ -290,12 +293,12 @@ def check_fit(model: Model, tokenizer: Any, rows: Iterable[Any], fix: str = "") 
     for row in rows:
         largest = max(map(max, row[:3]))
         if largest >= vocabulary_size:
-            problem = f"token id {largest}, model has {vocabulary_size} tokens: it is "
+            problem = f"token id {largest}, {role} has {vocabulary_size} tokens: it is "
             problem += f"{tokenizer.decode([largest])!r} of the tokenizer {tokenizer.name_or_path}"
             hint = "use its own tokenizer, or a model that was saved after resize_token_embeddings"
             raise UserError(f"{row.location}: {problem}; {hint}")
         if row.num_tokens > positions:
-            problem = f"{row.num_tokens} tokens, the model has {positions} positions"
+            problem = f"{row.num_tokens} tokens, the {role} has {positions} positions"
             fix = fix or f"--max_length {positions}"
             raise UserError(f"{row.location}: {problem}; use {fix}")
 

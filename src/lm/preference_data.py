@@ -87,7 +87,7 @@ SNAKE = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # where scoreChosen and score-chos
 # fields of other formats that are probably part of the prompt or of the replies
 CONTEXT = {"history", "chat_history", "context", "input", "documents", "document", "functions"}
 CONTEXT |= {"system_message", "instruction", "question", "query", "reasoning", "reasoning_content"}
-CONTEXT |= {"thinking", "cot"}
+CONTEXT |= {"thinking", "cot", "tools", "function_call", "function_calls"}
 # how a text of several turns begins
 TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
 # how a text begins that is the text of messages, and what it has: a role, and a text or a call
@@ -328,9 +328,10 @@ def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:
             count = report["notes"].get(note, 0)
             if 2 * count > report["used"]:
                 lines.append(f"warning: {split}: {count} of {report['used']} rows {problem}")
-        unread = CONTEXT.intersection(report["fields_not_read"].split(", "))
+        fields = report["fields_not_read"].split(", ")
+        unread = [name for name in fields if name.rpartition(".")[2] in CONTEXT]
         if unread:
-            problem = f"{', '.join(sorted(unread))}: not read in the format {report['format']}"
+            problem = f"{', '.join(unread)}: not read in the format {report['format']}"
             hint = "if they belong to the prompt or the replies, write them there"
             lines.append(f"warning: {split}: {problem}; {hint}")
         rows = len(data.get(split, ())) or report["used"]  # fewer with --max_eval_rows

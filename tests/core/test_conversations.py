@@ -48,6 +48,11 @@ ROWS = {
     "single": {"messages": SINGLE},
     "multi-turn": {"messages": MULTI},
     "system": {"messages": [turn("system", "Be kind."), *MULTI]},
+    "an empty system": {"messages": [turn("system", ""), *MULTI]},
+    "a call and an empty answer": {
+        "messages": [*CALLED, turn("tool", "", name="time"), turn("assistant", "Noon.")],
+        "tools": SCHEMAS,
+    },
     "developer": {"messages": [turn("developer", "Be kind."), *SINGLE]},
     "parts": {"messages": PARTS},
     "a call": {"messages": CALLED, "tools": SCHEMAS},
@@ -82,8 +87,8 @@ def read(tmp_path, row, template, reader=reading.texts):
 @pytest.mark.parametrize("name", ROWS)
 def test_ids_and_masks_are_those_of_transformers(tmp_path, name, template):
     row = ROWS[name]
-    if "tools" not in template and name in {*ONLY_TOOLS, "an argument"}:
-        with pytest.raises(UserError, match="rows.jsonl:1: .*(tools|short|reasoning_content)"):
+    if "tools" not in template and name in ONLY_TOOLS:
+        with pytest.raises(UserError, match="rows.jsonl:1: .*(tools|reasoning_content)"):
             read(tmp_path, row, TEMPLATES[template])
         return
     text, tok = read(tmp_path, row, TEMPLATES[template])
@@ -114,6 +119,63 @@ def test_arguments_of_a_call_may_be_a_text_as_openai_writes_them(tmp_path):
     function["arguments"] = "{zone"
     with pytest.raises(UserError, match=r"rows.jsonl:1: messages\[1\].tool_calls:1:2: not JSON"):
         read(tmp_path, row, TOOLS)
+
+
+def test_a_call_in_the_older_form_of_openai_is_a_call(tmp_path):
+    answer = turn("tool", "12:00", name="time")
+    rows = []
+    for call, role in (
+        ({"tool_calls": CALLS}, "tool"),
+        ({"function_call": CALLS[0]["function"]}, "function"),
+        ({"function_call": CALLS[0]["function"], "tool_calls": []}, "function"),
+    ):
+        asked = [ASKED, turn("assistant", None, **call), {**answer, "role": role}]
+        rows.append({"messages": [*asked, turn("assistant", "Noon.")], "tools": SCHEMAS})
+    texts = [read(tmp_path, row, TOOLS)[0] for row in rows]
+    assert texts[0][:3] == texts[1][:3] == texts[2][:3]
+    row = {"messages": [ASKED, turn("assistant", None, function_call="time")]}
+    with pytest.raises(UserError, match=r"messages\[1\].tool_calls: must be \[{\"function"):
+        read(tmp_path, row, TOOLS)
+
+
+def test_a_row_may_have_arguments_that_say_nothing(tmp_path):
+    """As each row of smoltalk2 has; a template without the word does what it says."""
+    nothing = {"custom_instructions": "", "python_tools": [], "enable_thinking": False, "x": None}
+    plain, _ = read(tmp_path, {"messages": SINGLE}, TOOLS)
+    row = {"messages": SINGLE, "chat_template_kwargs": nothing}
+    assert read(tmp_path, row, TOOLS)[0][:3] == plain[:3]
+    row["chat_template_kwargs"] = nothing | {"custom_instructions": "Be kind."}
+    problem = "rows.jsonl:1: chat_template_kwargs: the chat template does not use custom_instructi"
+    with pytest.raises(UserError, match=f"{problem}.*use --columns ignored_chat_template_kwargs="):
+        read(tmp_path, row, TOOLS)
+    kwargs = {"enable_thinking": False}  # as a flag, it may be a mistake
+    with pytest.raises(UserError, match="--chat_template_kwargs: the chat template does not use"):
+        Encoder(chat_tokenizer(TOOLS), kwargs=kwargs)
+
+
+def test_calls_in_fields_that_nobody_reads_are_a_warning(tmp_path):
+    """As in Dolci, with a template that shows no such field."""
+    asked = turn("user", "Time?", functions="f(zone)")
+    replied = turn("assistant", "Let me look.", function_calls="f(CET)")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [asked, replied]}))
+    _, report = reading.texts(path, Encoder(chat_tokenizer(TRIMMED)))
+    lines = reading.preference_data.describe_all({"train": report}, {"val": [1]})
+    expected = "warning: train: messages[].function_calls, messages[].functions: not read in the"
+    assert [line for line in lines if line.startswith(expected)]
+
+
+def test_earlier_calls_that_are_not_trained_are_a_warning(tmp_path):
+    """The template leaves out what is not the last reply, as Qwen3's does for its thoughts."""
+    last = TOOLS.replace("{% if m.tool_calls %}", "").replace(
+        "{{ m.content }}{% for call", "{% if loop.last %}<t>{% endif %}{{ m.content }}{% for call"
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": ANSWERED, "tools": SCHEMAS}))
+    _, report = reading.texts(path, Encoder(chat_tokenizer(last)))
+    lines = reading.preference_data.describe_all({"train": report}, {"val": [1]})
+    expected = "warning: train: 1 of 1 rows have earlier replies, perhaps tool calls, that are not"
+    assert [line for line in lines if line.startswith(expected)], lines
 
 
 @pytest.mark.parametrize("name", ["args", "parameters", "input"])

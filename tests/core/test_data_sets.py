@@ -126,6 +126,26 @@ def test_parquet_files_and_folders_hold_the_pairs_of_the_json(library, tmp_path)
         assert (report["format"], report["fields_not_read"]) == ("messages", "score_chosen")
 
 
+def test_a_data_set_may_have_configurations(library, tmp_path):
+    """As openai/gsm8k and smoltalk have; a folder's README names the files of each."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    head = "---\nconfigs:\n"
+    for name, rows in (("main", chats()), ("few", chats()[:2])):
+        library.Dataset.from_list(rows).to_parquet(tmp_path / f"folder/{name}.parquet")
+        head += f"- config_name: {name}\n  data_files: {name}.parquet\n"
+    (tmp_path / "folder/README.md").write_text(f"{head}---\n")
+    folder = tmp_path / "folder"
+    counts = [len(reading.pairs(f"{folder}:{x}:train", encoder)[0]) for x in ("main", "few")]
+    assert counts == [len(ROWS), 2]
+    for name in (folder, f"{folder}:train"):
+        assert error_of(name) == (
+            ": neither a file nor a data set: it has several configurations: ['main', 'few']; "
+            f"use {folder}:CONFIGURATION:train"
+        ).replace("neither a file nor a data set: ", "")
+    assert data.is_data_set("openai/gsm8k:main:train") and data.is_data_set("a/b.c:d-1.2:test")
+    assert not data.is_data_set("a/b.c")
+
+
 def test_arrow_adds_no_argument_of_the_calls_of_other_rows(library, tmp_path):
     rows = []
     for arguments in ({"x": 1}, {"city": "Paris"}):

@@ -482,6 +482,8 @@ UNKNOWN = {  # tokenizer, texts, the fraction that it does not know, counted by 
     # i, j, l and m of 7 letters do not come back from "ab [UNK] [UNK]"
     "unknown to transformers": (tokenizer(["ab"], unk=None), ["ab ij klm"], 4 / 7),
     "nothing": (tokenizer(WORDS), [], 0.0),
+    # it may be the end token, too; one of the two other words is unknown
+    "its own text": (tokenizer(WORDS), ["one [UNK]", "zero [UNK][UNK]", "[UNK]"], 1 / 2),
 }
 
 

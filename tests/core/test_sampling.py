@@ -240,7 +240,8 @@ UNFIT = {
     "": "has no function score",
     "score = 3": "has no function score",
     "def score(a): return 1": r"no function score\(prompt, reply\)",
-    "def score(a, b): return 'good'": r"returned {'': 'good'} \(expected a number",
+    "def score(a, b): return 'good'": r"returned {'': 'good'} \(expected a finite number",
+    "def score(a, b): return {'x': 1, 'y': float('nan')}": "expected a finite number or {name: ",
     "def score(a, b): return {}": "returned {}",
     "def score(a, b): raise ValueError('unknown question')": "on 'p': unknown question",
 }

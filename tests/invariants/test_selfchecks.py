@@ -308,6 +308,31 @@ def test_another_reference_model_is_scored_in_its_place(tmp_path):
     assert first["rewards/margins"] == pytest.approx(expected, rel=6e-3)
 
 
+def test_a_reference_with_other_tokens_is_one_line(tmp_path, monkeypatch):
+    """Two pieces have each other's ids; then the last rows of the embedding are missing."""
+    other, smaller = tmp_path / "other", tmp_path / "smaller"
+    for folder in (other, smaller):
+        shutil.copytree(ROOT / "data/demo/model", folder)
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+    file.write_text(json.dumps(content))
+    flags = ["--check", "--train_data", runs.PAIRS, "--result_dir", str(tmp_path / "run")]
+    message = f"--reference_model: {re.escape(str(other))}: token . has the id [0-9]+, not [0-9]+; "
+    with pytest.raises(UserError, match=f"^{message}use a model with the same tokenizer$"):
+        main_distributed.main([*flags, "--reference_model", str(other)])
+    model = models.load(str(smaller), torch.float32, torch.device("cpu"))
+    model.resize_token_embeddings(model.config.vocab_size // 4)
+    model.save_pretrained(smaller)
+    for name in smaller.glob("tokenizer*"):
+        name.unlink()
+    with pytest.raises(
+        UserError, match=r":[0-9]+: token id [0-9]+, reference model has [0-9]+ tokens"
+    ):
+        main_distributed.main([*flags, "--reference_model", str(smaller)])
+
+
 @pytest.mark.parametrize(
     ("strategy", "autocast", "dtype"),
     [

@@ -618,7 +618,8 @@ def test_a_mutant_that_is_not_scored_is_named(tmp_path, capsys):
     structure.write_pdb(str(tmp_path / "het.pdb"))
     names = [mutation(3), mutation(5), mutation(5), "del7"]
     path = write(tmp_path / "a.csv", [["het.pdb", "A", name] for name in names], COLUMNS[:3])
-    assert evaluate.main([f"--mutants={path}", f"--model_path={MODEL}"]) == 0
+    flags = [f"--mutants={path}", f"--model_path={MODEL}", f"--output={tmp_path}/scores.csv"]
+    assert evaluate.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         f"mutants: 2 pairs of {path}; 1 without a difference at a residue that is known and has "
