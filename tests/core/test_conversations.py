@@ -148,6 +148,9 @@ def test_a_row_may_have_arguments_that_say_nothing(tmp_path):
     problem = "rows.jsonl:1: chat_template_kwargs: the chat template does not use custom_instructi"
     with pytest.raises(UserError, match=f"{problem}.*use --columns ignored_chat_template_kwargs="):
         read(tmp_path, row, TOOLS)
+    encoder = Encoder(chat_tokenizer(TOOLS))  # a word that the template has is never left out
+    for value in (False, "", None):
+        assert encoder.check_arguments({"short": value}, "row") == {"short": value}
     kwargs = {"enable_thinking": False}  # as a flag, it may be a mistake
     with pytest.raises(UserError, match="--chat_template_kwargs: the chat template does not use"):
         Encoder(chat_tokenizer(TOOLS), kwargs=kwargs)
