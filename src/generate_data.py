@@ -75,7 +75,7 @@ def plan_rows(
     these have the field `kept` (the prompt's name) and the prompt as `system`. The held-out
     questions are also asked under `others`.
     """
-    val = held_out(config, questions)
+    val = dict.fromkeys(held_out(config, questions))
     names = [*retained]
     rows = []
     trained = 0  # rows so far
@@ -210,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     x0 = data.content(config.x0_file)
     if not x0.strip():
         raise UserError(f"{config.x0_file}: the file is empty (expected a system prompt)")
+    x0 += "" if x0[-1].isspace() else "\n"  # without a template, the question follows it
     path = config.question_dataset
     questions = trajectories.read_questions(path, config.num_questions, config.columns)
     if len(questions) < 2:
@@ -217,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = models.load_tokenizer(config.model_name)
     kwargs = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, kwargs=kwargs, date=ANY_DAY)
+    trajectories.check_questions(path, questions, encoder)
     unknown = model_files.unknown(tokenizer, [x0, *questions[:1000]])
     for warning in model_files.describe_unknown(path, unknown):
         distributed.warn(warning)
@@ -269,6 +271,7 @@ def main(argv: list[str] | None = None) -> int:
             row |= {"x0": x0, "reply": reply, "tokens": tokens, "model": config.model_name}
             row["settings_hash"] = settings_hash
             row["chat_template_kwargs"] = config.chat_template_kwargs
+            row |= {"chat_template": config.chat_template, "template": encoder.template_digest}
             if encoder.date:
                 row["template_date"] = encoder.date
         write(config.val_out_file, True, rows)

@@ -63,6 +63,8 @@ def complete_settings(config: Config) -> Config:
     config.model_name = config.model_name or data_files.text(first, "model")
     if not config.chat_template_kwargs and first.data.get("chat_template_kwargs"):
         config.chat_template_kwargs = data_files.text(first, "chat_template_kwargs")
+    if config.chat_template == "auto" and "chat_template" in first.data:
+        config.chat_template = data_files.text(first, "chat_template")
     if config.learning_rate is None:
         config.learning_rate = default_rate(config.model_name, "baking")
     if config.model_name == DEMO_MODEL and not config.questions:
@@ -86,7 +88,11 @@ def encoder_of(config: Config, world: World) -> Encoder:
     [first] = data_files.read(config.data_path, 1)  # replies are to prompts with their date
     date = first.data.get("template_date") or date_of(config.out_dir, config, world)
     kwargs, length = config.chat_template_kwargs, config.max_traj_len
-    return Encoder(tokenizer, config.chat_template, length, kwargs=kwargs, date=date)
+    encoder = Encoder(tokenizer, config.chat_template, length, kwargs=kwargs, date=date)
+    if first.data.get("template", encoder.template_digest) != encoder.template_digest:
+        problem = f"{config.chat_template} is not the one with which {first.location} was sampled"
+        raise UserError(f"--chat_template: {problem}; use that one, or sample again")
+    return encoder
 
 
 def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dict[str, dict]]:
@@ -104,11 +110,12 @@ def read_data(config: Config, encoder: Encoder, world: World) -> tuple[Data, dic
     return data, reports
 
 
-def read_questions(config: Config, data: Data) -> list[str]:
+def read_questions(config: Config, data: Data, encoder: Encoder) -> list[str]:
     """Return num_samples questions for the example replies; a short list is repeated."""
     questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
     if config.questions:
         questions = trajectories.read_questions(config.questions)
+        trajectories.check_questions(config.questions, questions, encoder)
     return [questions[number % len(questions)] for number in range(config.num_samples or 0)]
 
 
@@ -303,7 +310,9 @@ def describe_run(
     for split, report in reports.items():
         count = f"{len(report['cut'])} cut, {len(report['dropped'])} dropped"
         lines.append(f"{split}: {len(data[split])} replies of {report['file']}; {count}")
-        lines += truncation_warning(split, len(report["cut"]), len(data[split]), "--max_traj_len")
+        too_long, rows = len(report["cut"]) + len(report["dropped"]), len(data[split])
+        rows += len(report["dropped"])
+        lines += truncation_warning(split, too_long, rows, "--max_traj_len")
         lines += model_files.describe_unknown(report["file"], report["unknown_tokens"])
     folder, save_best = Path(config.out_dir), config.save_best
     lines += notes + encoder.notes
@@ -345,7 +354,7 @@ def bake(argv: list[str] | None) -> int:
     x0 = reports["train"]["x0"][0]
     others = reports["val"]["kept"]
     columns = replies.columns_of(x0, others)
-    questions = read_questions(config, data)
+    questions = read_questions(config, data, encoder)
     pairs = itertools.product(columns, questions)
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
     judge = read_judge(config, questions)

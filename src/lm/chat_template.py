@@ -9,6 +9,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import hashlib
 import json
 import os
 import re
@@ -202,6 +203,11 @@ class Encoder:
         shape = self.max_length, self.keep_end, self.keep_thoughts
         settings = self.template, self.kwargs, self.date
         return [vocabulary, special, *shape, *settings, transformers.__version__]
+
+    @property
+    def template_digest(self) -> str:
+        """Return a digest of the template's text."""
+        return hashlib.sha256(self.template.encode()).hexdigest()[:16]
 
     @property
     def inputs(self) -> dict[str, str]:

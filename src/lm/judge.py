@@ -8,6 +8,7 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,13 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
     file = root / path if root else data.resolve(path)
     if not path or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
-    function = runpy.run_path(str(file)).get(name)
-    if not callable(function) or len(inspect.signature(function).parameters) != 2:
-        raise UserError(f"--judge: {file.name} has no function {name}(prompt, reply)")
+    function: Any = runpy.run_path(str(file)).get(name)
+    try:
+        inspect.signature(function).bind("prompt", "reply")
+    except (TypeError, ValueError) as error:
+        problem = f"{file.name} has no function {name}(prompt, reply)"
+        raise UserError(f"--judge: {problem}") from error
+    names: list[str] = []  # of the scores of the first reply
 
     def judge(prompt: str, reply: str) -> Scores:
         try:
@@ -46,6 +51,10 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
         if not scores or not all(map(is_finite, scores.values())):
             expected = "expected a finite number or {name: number}"
             raise UserError(f"--judge: {spec} returned {scores!r:.60} ({expected})")
+        names.extend(scores if not names else ())
+        if {*scores} != {*names}:
+            problem = f"returned {scores!r:.60}, but {', '.join(names)} for another reply"
+            raise UserError(f"--judge: {spec} {problem}; return the same names for each reply")
         return {key: float(score) for key, score in scores.items()}
 
     judge.digest = data.sha256(file)  # type: ignore[attr-defined]

@@ -5,15 +5,17 @@ B rows, N tokens of all replies, D width, V vocabulary size.
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ddp_utils import UserError, data
-from lm import logps, model_files
+from lm import chat_template, logps, model_files
 from lm.chat_template import Encoder
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
+MORE = ("context", "history")  # of a question, in Dolly and others
 
 
 class Trajectory(NamedTuple):
@@ -91,9 +93,13 @@ def read_questions(path: str, limit: int = -1, columns: str = "") -> list[str]:
 
 def _question(record: data.Record) -> str:
     name = next((name for name in QUESTION if name in record.data), QUESTION[0])
+    for field in filter(record.data.get, MORE):
+        problem = f"{record.location}: {field}: it may belong to the question; write it there, or"
+        raise UserError(f"{problem} {chat_template.ignoring(field)}")
+    more = chat_template.optional_text(record, "input") if name == "instruction" else []
     if name in record.data:
         record = record._replace(data={name: _first_turn(record, name)})
-    return data.text(record, name)
+    return "\n".join([data.text(record, name), *more])
 
 
 def _first_turn(record: data.Record, name: str) -> Any:
@@ -108,6 +114,15 @@ def _first_turn(record: data.Record, name: str) -> Any:
         turns = conversations.messages_of(record._replace(data={name: value}), name)
         value = [turn["content"] for turn in turns if turn["role"] == "user"]
     return value[0] if isinstance(value, list) and value else value
+
+
+def check_questions(path: str, questions: Sequence[str], encoder: Encoder) -> None:
+    """Raise UserError for a question that a chat template has rendered, if there is a template."""
+    for question in questions if encoder.templated else ():
+        try:
+            encoder.check_not_rendered(question)
+        except UserError as error:
+            raise UserError(f"{path}: {data.shown(question)}: {error}") from error
 
 
 def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
@@ -129,8 +144,12 @@ def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str,
     Raises UserError for a prompt that is one of `used` (name -> text), or that the chat template
     adds by itself.
     """
-    if str(path).endswith(".json"):
+    kind = Path(path).suffix
+    if kind == ".json":
         texts = data.read_json(path)
+    elif kind not in (".txt", ""):
+        expected = "expected .txt with one prompt per line, or .json with an object"
+        raise UserError(f"{path}: a {kind} file has no prompts that are read ({expected})")
     else:
         lines = enumerate(data.content(path).split("\n"), start=1)
         texts = {f"line {number}": line for number, line in lines if line.strip()}
@@ -158,6 +177,7 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
     prompt and question are as long as that are dropped.
     """
     rows = []
+    longest = 0  # of the prompts with x0
     report: dict[str, Any] = {"file": str(path), "x0": [], "cut": [], "dropped": [], "kept": {}}
     ids_of = functools.cache(functools.partial(prompt, encoder))
     for record in data.read(path):
@@ -173,6 +193,7 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
         student, teacher = ids_of(without, question), ids_of(system, question)
         reply = read_reply(record, encoder)
         available = max_length - len(teacher)
+        longest = longest if name else max(longest, len(teacher))
         if available < 1 or not reply:
             report["dropped"].append(record.location)
             continue
@@ -182,8 +203,9 @@ def read(path: str, encoder: Encoder, max_length: int) -> tuple[list[Trajectory]
             report["cut"].append(record.location)
         reply = reply[:available]
         rows.append(Trajectory(student, teacher, reply, record.location, question, name))
-    if not rows:
-        raise UserError(f"{path}: 0 usable rows; --max_traj_len is {max_length}")
+    if all(row.kept for row in rows):
+        limit = f"--max_traj_len is {max_length}, x0 and a question have up to {longest} tokens"
+        raise UserError(f"{path}: 0 usable rows with x0; {limit}")
     texts = [*report["x0"], *dict.fromkeys(row.question for row in rows)]
     report["unknown_tokens"] = model_files.unknown(encoder.tokenizer, texts[:1000])
     return rows, report

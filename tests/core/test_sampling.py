@@ -236,6 +236,14 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
 
 
+def test_each_reply_has_the_same_scores(tmp_path):
+    judge = load(tmp_path, "def score(p, r, more=1): return {'ok': 1} | ({'json': 1} if r else {})")
+    assert judge("p", "r") == judge("q", "s") == {"ok": 1.0, "json": 1.0}
+    problem = "returned {'ok': 1}, but ok, json for another reply; return the same names for each"
+    with pytest.raises(UserError, match=problem):
+        judge("p", "")
+
+
 UNFIT = {
     "": "has no function score",
     "score = 3": "has no function score",

@@ -169,6 +169,46 @@ def test_template_arguments_go_with_the_replies(tmp_path, monkeypatch):
     assert found[0].chat_template_kwargs == arguments
 
 
+def test_the_template_goes_with_the_replies(made, tmp_path, monkeypatch):
+    """As a file or as none; replies of another template are not those of these prompts."""
+    monkeypatch.setattr(train_loop, "check", lambda spec, config, world: found.append(config))
+    template, found = tmp_path / "t.jinja", []
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    for name, other in (("none", str(template)), (str(template), "none")):
+        folder = tmp_path / Path(name).stem
+        folder.mkdir()
+        assert generate(folder, "--chat_template", name) == 0
+        train(tmp_path / "run", folder, "--check")
+        assert found[-1].chat_template == name
+        message = f"--chat_template: {other} is not the one with which .*:1 was sampled; use that"
+        with pytest.raises(UserError, match=message):
+            train(tmp_path / "run", folder, "--check", "--chat_template", other)
+    template.write_text(template.read_text() + " ")
+    with pytest.raises(
+        UserError, match="t.jinja is not the one with which .* was sampled; use tha"
+    ):
+        train(tmp_path / "run", folder, "--check")
+    train(tmp_path / "run", made, "--check")
+    assert found[-1].chat_template == "auto"
+
+
+def test_without_a_template_x0_ends_with_a_line(tmp_path, capsys):
+    (tmp_path / "x0.txt").write_text("Answer in capital letters.")
+    assert generate(tmp_path, "--chat_template", "none", "--x0_file", f"{tmp_path}/x0.txt") == 0
+    assert {row["x0"] for row in rows_of(tmp_path)[0]} == {"Answer in capital letters.\n"}
+
+
+@pytest.mark.parametrize("text", ["\n\nHuman: Why?\n\nAssistant:", "<|im_start|>user\nWhy?"])
+def test_a_question_that_a_template_has_rendered_is_one_line(text, made, tmp_path):
+    file = tmp_path / "q.json"
+    file.write_text(json.dumps([{"question": "Why?"}, {"question": text}]))
+    message = f"{re.escape(str(file))}: .*: prompt: begins with .* .expected text without a templ"
+    with pytest.raises(UserError, match=message):
+        generate(tmp_path, "--question_dataset", str(file))
+    with pytest.raises(UserError, match=message):
+        train(tmp_path / "run", made, "--check", "--questions", str(file))
+
+
 def test_a_template_with_a_date_has_that_of_the_first_start_of_sampling(tmp_path, monkeypatch):
     """Stopped on one day, resumed on the next, and baked on the third."""
     template, days, found = tmp_path / "t.jinja", ["2024-02-28", "2024-02-29", "2024-03-01"], []
@@ -393,7 +433,7 @@ LM_HEAD = ["--lora_targets", "q_proj,lm_head", "--check"]
         ({"chat_template_kwargs": '{"a": 1}'}, [], "^--chat_template_kwargs: the chat template d"),
         ({}, ["--val_path", "TRAIN"], r"traj_chat.jsonl:1: question: it is also in data_path"),
         ({}, LM_HEAD, "--lora_targets: output layer and embedding cannot"),
-        ({}, ["--max_traj_len", "8"], "0 usable rows; --max_traj_len is 8"),
+        ({}, ["--max_traj_len", "8"], "0 usable rows with x0; --max_traj_len is 8, x0 and "),
         ({"tokens": [99999], "reply": ""}, [], "token id 99999, model has"),
     ],
 )

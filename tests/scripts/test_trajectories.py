@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,7 @@ QUESTIONS = [
     {"prompt": '[{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]'},
     {"turns": '["Why?", "And then?"]'},  # from CSV
     {"instruction": "Why?", "output": "Because."},
+    {"instruction": "Why?", "input": "", "context": ""},
 ]
 
 
@@ -64,6 +66,20 @@ def test_question_files_as_people_have_them(row, tmp_path):
     assert trajectories.read_questions(path, 88) == ["Why?", "How?"]  # a file of one's own
     with pytest.raises(UserError, match="q.jsonl: 0 records"):
         trajectories.read_questions(write(path, []))
+
+
+def test_what_belongs_to_a_question_is_read_or_named(tmp_path):
+    """Alpaca's input follows its instruction, as in the other scripts; Dolly has a context."""
+    rows = [{"instruction": "Translate.", "input": text} for text in ("One.", "Two.", "")]
+    path = write(tmp_path / "q.jsonl", rows)
+    questions = ["Translate.\nOne.", "Translate.\nTwo.", "Translate."]
+    assert trajectories.read_questions(path) == questions
+    path = write(path, [{"instruction": "When did it start?", "context": "It began in 2000."}])
+    message = "q.jsonl:1: context: it may belong to .* or use --columns ignored_context=context to"
+    with pytest.raises(UserError, match=message):
+        trajectories.read_questions(path)
+    ignored = trajectories.read_questions(path, columns="ignored_context=context")
+    assert ignored == ["When did it start?"]
 
 
 def test_questions_in_lines_and_tables(tmp_path):
@@ -94,6 +110,12 @@ def test_long_replies_are_cut_and_rows_without_room_dropped(encoder, tmp_path):
     found, report = trajectories.read(path, encoder, prompt + 3)
     assert [t.reply for t in found] == [[5, 6, 7], [5]]
     assert (report["cut"], report["dropped"]) == ([f"{path}:1"], [f"{path}:3"])
+    farmer = {"kept": "farmer", "system": "You are a farmer.\n"}
+    write(path, [row | farmer, row | {"x0": "Loud. " * 30}])
+    longest = len(trajectories.prompt(encoder, "Loud. " * 30, "Why?"))
+    message = f"0 usable rows with x0; --max_traj_len is 40, x0 and a question have up to {longest}"
+    with pytest.raises(UserError, match=message):
+        trajectories.read(path, encoder, 40)
 
 
 def test_under_another_prompt_student_and_teacher_read_the_same(encoder, tmp_path):
@@ -125,6 +147,12 @@ def test_prompts_that_are_to_be_kept(encoder, tmp_path):
     (tmp_path / "none.txt").write_text("\n")
     with pytest.raises(UserError, match="none.txt: 0 prompts"):
         trajectories.read_prompts(tmp_path / "none.txt", encoder, {})
+    for name in ("p.jsonl", "p.csv"):
+        shutil.copy(path, tmp_path / name)
+        with pytest.raises(
+            UserError, match=f"{name}: a .* file has no prompts that are read .expe"
+        ):
+            trajectories.read_prompts(tmp_path / name, encoder, {})
     prompts = trajectories.read_prompts(path, encoder, {"another": "Be kind."})
     assert prompts == {"cook": "You are a cook.\n"}
     template = tmp_path / "t.jinja"  # as Qwen2.5's, which inserts a prompt where there is none
