@@ -262,6 +262,7 @@ def load_reference(config: settings.Config, data: dict, run: Run) -> Policy:
     elif precision.autocast:  # every rank reads all weights, which the forward casts
         dtype = "auto"
     model = models.load(config.reference_model, dtype, host, model_class=MODEL_CLASS)
+    model.requires_grad_(False)  # weights that are trained would become fp32
     return prepare(model, config, data, run, trained=False)
 
 
@@ -331,7 +332,7 @@ def describe_run(
         lines=preferences.describe_all(report, data) + config.notes + notes + encoder.notes,
         model_folder=Path(config.output_dir) if config.output_dir else None,
         save_best=config.save_best,
-        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
+        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world),
     )
     return spec, meta_model
 
@@ -368,7 +369,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # model
         if config.reference_model:  # scored, and freed before the policy is loaded
-            ref_logps = score_reference(load_reference(config, data, run), plan, data, config, run)
+            reference = load_reference(config, data, run)
+            ref_logps = score_reference(reference, plan, data, config, run)
+            reference.release()
+            del reference
             gc.collect()
         policy = load_policy(config, data, run)
         unscored = {"train": torch.zeros(len(data["train"]), 2, device=world.device)}

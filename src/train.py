@@ -220,7 +220,7 @@ def describe_run(
         report=report,
         lines=lines,
         save_best=config.save_best,
-        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world.world_size),
+        shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world),
     )
     return spec, meta_model, precision
 

@@ -173,7 +173,8 @@ def choose_device(world: World, backend: str = "auto") -> World:
     # separate rows, and every generated token, has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # packed batches have ever new lengths, for which the allocator's blocks of fixed size fragment
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its old name
+    # (not on Intel GPUs, where collectives can fail: github.com/intel/torch-xpu-ops/issues/4427)
+    if kind == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its old name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return world._replace(device=torch.device(kind, 0 if has_own else world.local_rank))
 

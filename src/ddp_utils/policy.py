@@ -54,15 +54,18 @@ class Strategy(NamedTuple):
     bucket_mb: float | None = None  # DDP: MiB of gradients per collective; None: the default
     saves_shards: bool = False  # every rank saves its own shards
 
-    def shard_layout(self, fine_tuning: str, world_size: int) -> str:
-        """Return the strategy and number of ranks that can load a sharded checkpoint.
+    def shard_layout(self, fine_tuning: str, world: World) -> str:
+        """Return the strategy and numbers of ranks that can load a sharded checkpoint.
 
         Return "" if rank 0 saves full tensors, which any number of ranks can load: always under
         DDP, and under FSDP for a LoRA, which is small.
         """
-        if self.kind == "fsdp" and (fine_tuning == "lora" or world_size == 1):
+        is_alone = world.world_size == 1
+        if not self.saves_shards or (self.kind == "fsdp" and (fine_tuning == "lora" or is_alone)):
             return ""
-        return f"{self.name} on {world_size} processes" if self.saves_shards else ""
+        # a node of HYBRID_SHARD has all shards
+        nodes = f", {world.local_size} per node" if "HYBRID" in self.name else ""
+        return f"{self.name} on {world.world_size} processes{nodes}"
 
 
 DDP = Strategy()
@@ -135,6 +138,9 @@ class Policy:
         # step, every step, also the first one after a resume, sums in the same order.
         (torch.stack(self(self.scorer.example(world.device))).sum() * 0).backward()
         self.ddp.zero_grad(set_to_none=True)
+
+    def release(self) -> None:
+        """Forget what else keeps a reference model in memory that is not needed any more."""
 
     @property
     def precision(self) -> torch.dtype:

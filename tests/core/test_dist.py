@@ -200,6 +200,15 @@ def test_memory_of_a_gpu_grows_in_segments_unless_the_user_says_otherwise(own, m
     assert os.environ.get("PYTORCH_ALLOC_CONF") == names.get(own)
 
 
+def test_memory_of_an_intel_gpu_does_not_grow_in_segments(monkeypatch):
+    """There, collectives can fail with it."""
+    monkeypatch.setattr(distributed, "device_count", lambda kind: kind == "xpu")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert distributed.choose_device(World()).device.type == "xpu"
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
 NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, invalid usage
 (run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.

@@ -354,6 +354,22 @@ def test_a_sharded_reference_has_the_dtype_of_its_files(strategy, autocast, dtyp
     assert load.call_args.args == ("m", dtype, on)
 
 
+def test_a_reference_in_bf16_stays_in_bf16(monkeypatch):
+    """It is not trained; in fp32 it would need twice the memory."""
+    config = main_distributed.settings.Config(reference_model="data/demo/model")
+    precision = Precision(torch.bfloat16, torch.bfloat16)
+    monkeypatch.setattr(main_distributed, "precision_of", lambda *_: precision)
+    run = SimpleNamespace(world=distributed.World(device=torch.device("cpu")))
+
+    def prepared(scorer, strategy, _pairs, _layout, run, trained):
+        return Policy(scorer, run.world, strategy, trained)
+
+    monkeypatch.setattr(main_distributed.parallel, "prepare", prepared)
+    data = {"train": SimpleNamespace(extremes=list)}
+    policy = main_distributed.load_reference(config, data, run)
+    assert {parameter.dtype for parameter in policy.scorer.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     config = main_distributed.settings.Config(fine_tuning=mode, base_dtype="bf16")

@@ -18,6 +18,8 @@ import programs
 from conftest import ROOT
 from ddp_utils import UserError, WriteError, checkpoints, data
 from ddp_utils.checkpoints import STATE
+from ddp_utils.distributed import World
+from ddp_utils.policy import Strategy
 
 TENSORS = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -280,6 +282,19 @@ LAYOUTS = [  # of the checkpoint and of the run -> whether it can be read
     ("ZeRO-3 on 2 processes", "ZeRO-3 on 4 processes", False),
     ("FSDP FULL_SHARD on 2 processes", "", False),
 ]
+
+
+def test_the_nodes_of_hybrid_shard_count():
+    """A rank has a part of what its node has: 2 x 4 and 4 x 2 processes have different parts."""
+    world, names = World(0, 8, 0, 4), {}
+    for name in ("FSDP FULL_SHARD", "FSDP HYBRID_SHARD", "ZeRO-3"):
+        strategy = Strategy(name.partition(" ")[0].lower(), name, saves_shards=True)
+        names[name] = strategy.shard_layout("full", world)
+    assert names == {
+        "FSDP FULL_SHARD": "FSDP FULL_SHARD on 8 processes",
+        "FSDP HYBRID_SHARD": "FSDP HYBRID_SHARD on 8 processes, 4 per node",
+        "ZeRO-3": "ZeRO-3 on 8 processes",
+    }
 
 
 @pytest.mark.parametrize(("saved", "now", "is_readable"), LAYOUTS)

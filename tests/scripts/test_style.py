@@ -25,20 +25,20 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (32, 5820),
-    "train": (34, 6005),
-    "train_loop": (34, 5645),
-    "generate_data": (26, 4870),
+    "main_distributed": (32, 5830),
+    "train": (34, 6010),
+    "train_loop": (34, 5650),
+    "generate_data": (26, 4875),
     "dpo_inv.run_dpo_ddp": (26, 4615),
     "dpo_inv.inference": (18, 3325),
     "ad.train": (23, 3740),
     "ad.evaluate": (15, 2480),
 }
-AFTER_THE_DEMO = (35, 6105)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (35, 6115)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3135)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2790, "ad.train": 2790}
-PYTHON = 14080  # outside tests; the goal is 11,000
+PYTHON = 14110  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -4,10 +4,12 @@ A tiny Qwen3 of random weights on the demo's data, lr 1e-4. The losses of all st
 validation are compared with those of one process without any strategy.
 """
 
+import gc
 import json
 import math
 import os
 import re
+import weakref
 from pathlib import Path
 from shlex import split as words
 
@@ -207,6 +209,63 @@ def test_keys_of_real_files_train_as_without_them(name, data, alone, tmp_path):
     flags = [*data["sft"], *batch(2), "--type", "full", "--max_steps", "2"]
     flags += ["--deepspeed", str(path)]
     same(losses_of(2, tmp_path / "run", flags), alone("sft", "full", 2))
+
+
+def test_a_layer_may_contain_another_one(data, alone, tmp_path):
+    """As MambaBlock and MambaMixer, which transformers names both; the inner one comes first."""
+    names = {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer,Qwen3MLP"}
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps(names | {"fsdp_forward_prefetch": True}))
+    flags = [*data["sft"], *batch(2), "--type", "full", "--max_steps", "2"]
+    flags += ["--use_fsdp", "--fsdp_config", str(path)]
+    same(losses_of(2, tmp_path / "run", flags), alone("sft", "full", 2))
+
+
+class Group:
+    """The default group of a backend, bound to a device."""
+
+    def __init__(self, splits):
+        self.bound_device_id, self.supports_splitting = "xpu:0", splits
+
+    def _get_backend(self, _device):
+        return self
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_mesh_makes_new_groups_where_the_backend_cannot_split_one(splits, monkeypatch):
+    """xccl cannot; nccl can."""
+    group = Group(splits)
+    monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", group)
+    with fsdp_policy.without_splitting(distributed.World()):
+        assert group.bound_device_id == ("xpu:0" if splits else None)
+    assert group.bound_device_id == "xpu:0"
+
+
+def released(path):
+    """Bytes of the shards of a ZeRO-3 reference after its forward, and once it is released."""
+    world = distributed.init_process_group(distributed.whoami(), "gloo", 1)
+    options = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    model = models.load(path, torch.float32, torch.device("cpu")).requires_grad_(False)
+    strategy = parallel.choose("deepspeed", options | {"train_batch_size": world.world_size})
+    policy = parallel.wrap(logps.Scorer(model), world, strategy, trained=False)
+    shards = [weakref.ref(parameter.ds_tensor) for parameter in model.parameters()]
+
+    def size():
+        return sum(shard().nbytes for shard in shards if shard() is not None)
+
+    before = size()
+    with torch.no_grad():
+        policy.scorer(policy.scorer.example(world.device))
+    policy.release()
+    del policy, model
+    gc.collect()
+    return before, size()
+
+
+def test_a_reference_of_zero_3_is_freed(tmp_path):
+    needs("zero3")
+    for before, after in ranks(2, released, "data/demo/model"):
+        assert before > 1e6 and after == 0
 
 
 # --- stopped, killed, changed ---------------------------------------------------------------------

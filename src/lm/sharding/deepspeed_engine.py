@@ -94,8 +94,9 @@ class ZeroPolicy(Policy):
             )
         deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
         # the settings of AdamW follow in make_optimizer(); a reference model has no optimizer
-        groups = parameter_groups(self.trainable(), weight_decay=1.0)
-        optimizer = AdamW(groups, lr=1.0) if trained else None
+        optimizer = None
+        if trained:
+            optimizer = AdamW(parameter_groups(self.trainable(), weight_decay=1.0), lr=1.0)
         if self.is_stage_3:
             # shards the weights in the host's memory, one parameter at a time
             deepspeed.zero.Init(module=self.scorer, config_dict_or_path=strategy.options)
@@ -106,6 +107,13 @@ class ZeroPolicy(Policy):
         self.engine, *_ = deepspeed.initialize(
             model=self.scorer, optimizer=optimizer, config=strategy.options
         )
+
+    def release(self) -> None:
+        if self.is_stage_3:
+            from deepspeed.runtime.zero import parameter_offload
+
+            # each engine has put its model there
+            parameter_offload.FWD_MODULE_STACK.remove(self.scorer)
 
     # --- a step -----------------------------------------------------------------------------------
 

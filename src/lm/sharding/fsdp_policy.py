@@ -5,6 +5,8 @@ fsdp.py reads its settings.
 
 import contextlib
 import ctypes
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -130,8 +132,23 @@ def make_mesh(settings: Settings, world: World) -> DeviceMesh:
     if total**2 != size * squares:  # the variance of the nodes' sizes is not 0
         raise UserError("HYBRID_SHARD: start the same number of processes on each node")
     shape = (size // world.local_size, world.local_size)
-    with distributed.without_gloos_line():
+    with distributed.without_gloos_line(), without_splitting(world):
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def without_splitting(world: World) -> Iterator[None]:
+    """Let a mesh make new groups where the backend cannot split the default one, as xccl cannot.
+
+    PyTorch splits a group that is bound to a device, whether or not its backend can
+    (github.com/pytorch/pytorch/issues/186548).
+    """
+    group: Any = torch.distributed.group.WORLD
+    device = group.bound_device_id
+    if device is not None and not group._get_backend(world.device).supports_splitting:
+        group.bound_device_id = None
+    yield
+    group.bound_device_id = device
 
 
 def shard(
@@ -149,7 +166,7 @@ def shard(
     if settings.fsdp_offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     layers = layers_of(scorer.unwrap(), settings)
-    for layer in layers:
+    for layer in reversed(layers):  # the inner one first, if a layer contains another
         cast_trained_to_fp32(layer)
         is_freed = settings.fsdp_sharding_strategy not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
         fully_shard(layer, **options, reshard_after_forward=is_freed)
@@ -157,6 +174,8 @@ def shard(
     # the root's own parameters, embedding and head, are gathered once for forward and backward
     fully_shard(scorer, **options, reshard_after_forward=False)
     if settings.fsdp_forward_prefetch:
+        inner = {*itertools.chain(*([*layer.modules()][1:] for layer in layers))}
+        layers = [layer for layer in layers if layer not in inner]
         for layer, following in zip(layers, layers[1:], strict=False):
             layer.set_modules_to_forward_prefetch([following])
 
