@@ -64,7 +64,8 @@ Main process device: {world.device}
 
 def describe_data(config: Config, world: World, path: Path) -> list[str]:
     """Return lines about the histories, and about processes that accelerate has not started."""
-    lines = [f"histories: {path}{'' if path.exists() else ', to be collected'}"]
+    collected = "" if path.exists() else ", to be collected" if config.check else ", collected now"
+    lines = [f"histories: {path}{collected}"]
     # accelerate sets both for one process, the second one only if several were requested
     is_single = "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ
     if is_single and world.world_size == 1:

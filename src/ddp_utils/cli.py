@@ -344,7 +344,9 @@ def unknown(name: str, known: Sequence[str]) -> str:
     """Return 'x is not a setting; did you mean y?'."""
     near = [other for other in known if other.startswith(name)]
     near += difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known):.200}"
+    names = ", ".join(known)
+    names = names if len(names) < 200 else names[:200].rpartition(", ")[0] + ", ..."
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {names}"
     return f"{data.shown(name)} is not a setting; {hint}"
 
 

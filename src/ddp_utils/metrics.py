@@ -85,7 +85,8 @@ class Averages:
             variance = (square - 2 * mean * product + mean**2 * squared_size) / per_row**2
             moments = mean, mean**2 + variance, count
             ends = wilson_of_fraction(mean, count) if is_fraction else interval(*moments)
-            values |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
+            if count > 1 or is_fraction:  # one row has no spread
+                values |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
         for size in {*self.sizes.values()}:
             del values[size]
         return values | {"count": count}

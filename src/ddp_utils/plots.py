@@ -118,6 +118,9 @@ def draw_others(folder: Path, lines: list[dict]) -> None:
         axis.set_title(words.words, fontsize="small")
         axis.set_ylabel(words.unit, fontsize="small")
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        low, high = axis.dataLim.intervaly
+        if high - low < 1e-9 * abs(high):  # constant, except for rounding
+            axis.set_ylim(high - abs(high) / 20, high + abs(high) / 20)
         axis.grid(alpha=0.3)
     for axis in axes[len(names) :]:
         axis.axis("off")

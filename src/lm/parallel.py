@@ -56,6 +56,7 @@ def complete(
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
         raise UserError("--mixed_precision fp16: slow on a CPU; use no")
     if config.mixed_precision == "auto":
+        vars(config).get("places", {}).pop("mixed_precision", None)  # the user has not chosen one
         names: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         config.mixed_precision = names.get(precision.autocast, "no")
     is_ddp = choose(config.strategy, config.sharding).kind == "ddp"

@@ -92,13 +92,15 @@ def read_questions(path: str, limit: int = -1, columns: str = "") -> list[str]:
 
 
 def _question(record: data.Record) -> str:
-    name = next((name for name in QUESTION if name in record.data), QUESTION[0])
+    name = next((name for name in QUESTION if name in record.data), "")
+    if not name:
+        problem = f"none of the fields {', '.join(QUESTION)} is among {data.names_of(record)}"
+        raise UserError(f"{record.location}: {problem}; rename one, or use --columns question=NAME")
     for field in filter(record.data.get, MORE):
         problem = f"{record.location}: {field}: it may belong to the question; write it there, or"
         raise UserError(f"{problem} {chat_template.ignoring(field)}")
     more = chat_template.optional_text(record, "input") if name == "instruction" else []
-    if name in record.data:
-        record = record._replace(data={name: _first_turn(record, name)})
+    record = record._replace(data={name: _first_turn(record, name)})
     return "\n".join([data.text(record, name), *more])
 
 

@@ -151,6 +151,12 @@ def test_a_ratio_of_three_units_by_hand():
     half = 1.96 * math.sqrt(6 / 2 / 4 / 3)
     assert found == pytest.approx({"x": 2.0, "x_low": 2 - half, "x_high": 2 + half}, rel=1e-12)
     assert metrics.ratio("x", torch.tensor([3.0]), torch.tensor([2.0])) == {"x": 1.5}
+    averages = metrics.Averages(distributed.World(), ["loss", "rewards/accuracies"])
+    one = torch.ones(1, dtype=torch.double)
+    averages.add({"loss": 2 * one, "rewards/accuracies": one}, one)
+    found = averages.reduce()  # of one row, only a fraction has an interval
+    ends = {"rewards/accuracies_low", "rewards/accuracies_high"}
+    assert {*found} == {"loss", "count", "rewards/accuracies", *ends}
     nothing = torch.zeros(2)
     assert math.isnan(metrics.ratio("x", nothing, nothing)["x_low"])
 

@@ -9,6 +9,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 import config
@@ -18,9 +19,10 @@ import runs
 import train_config
 from conftest import ROOT
 from ddp_utils import Stop, cli, distributed, losses, metrics, run
+from ddp_utils.policy import Precision
 from ddp_utils.tools import changes, report
 from dpo_inv import pairs
-from lm import models, preference_data, sampling
+from lm import models, parallel, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
 
 
@@ -88,6 +90,10 @@ def test_only_settings_that_the_user_has_set_are_listed(tmp_path, monkeypatch):
     file = f"{tmp_path}/my.yaml"
     now = run.defaults_of_set(train_config.read(["--config", file]))
     assert now == {"config": "config.yaml", "learning_rate": None}
+    (tmp_path / "my.yaml").write_text(SETTINGS + "  mixed_precision: auto\n")
+    chosen = train_config.read(["--config", file])
+    parallel.complete(chosen, 1, Precision(torch.float32, None), None, distributed.World())
+    assert chosen.mixed_precision == "no" and run.defaults_of_set(chosen) == now
     committed = (ROOT / "src/config.py").read_text().replace("beta: float = 0.1", "beta: float = 7")
     monkeypatch.setattr(changes, "git", lambda *_: committed)
     assert run.defaults_of_set(demo) == {"beta": 7}

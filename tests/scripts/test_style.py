@@ -28,17 +28,17 @@ REACHED = {
     "main_distributed": (32, 5830),
     "train": (34, 6010),
     "train_loop": (34, 5650),
-    "generate_data": (26, 4875),
+    "generate_data": (26, 4880),
     "dpo_inv.run_dpo_ddp": (26, 4615),
-    "dpo_inv.inference": (18, 3325),
+    "dpo_inv.inference": (18, 3330),
     "ad.train": (23, 3740),
     "ad.evaluate": (15, 2480),
 }
 AFTER_THE_DEMO = (35, 6115)  # of main_distributed.py, DDP: files and lines that it has imported
-SHARED = (17, 3135)  # files and lines of ddp_utils without tools/; the goal is 2,100
+SHARED = (17, 3145)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2790, "ad.train": 2790}
-PYTHON = 14110  # outside tests; the goal is 11,000
+PYTHON = 14115  # outside tests; the goal is 11,000
 SHELL_LINES = 260
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -97,7 +97,7 @@ def doubts(val: dict, report: dict) -> str:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
         fix = "use more data (docs/pairs.md says how much)"
         shows = "This run shows that data and settings work, not how good the model is on new data"
-        learned = "the numbers are those of training rows, which a model learns by heart"
+        learned = "the numbers below are those of training rows, which a model learns by heart"
         return f"{problem}, too few to judge the result; {fix}. {shows}: {learned}"
     for note in REPEATED:
         repeated = report.get("notes", {}).get(note, 0)
