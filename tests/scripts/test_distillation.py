@@ -266,7 +266,6 @@ WRONG = {
     "horizon=7": "--total_source_timesteps: 19200 is out of range (expected a multiple of n_str",
     "tf_n_head=5": "--tf_n_embd: 32 is out of range (expected an even multiple of tf_n_head)",
     "train_env_ratio=0.999": "--train_env_ratio: 0.999 is out of range (expected some tasks on",
-    "env=darkroom_permuted horizon=1": "--horizon: 1 is out of range (expected enough",
     "use_compressed_context=true compress_interval=30": "--compress_interval: 30 is out of range",
     "train_source_timesteps=200": "--train_source_timesteps: 200 is out of range (expected >= the",
     "--config=a.yaml lr=1": "a.yaml:2: n_trasit is not a setting; did you mean n_transit?",
@@ -282,6 +281,12 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch):
     for words, message in WRONG.items():
         with pytest.raises(UserError, match="^" + re.escape(message)):
             read(words.split())
+
+
+def test_episodes_that_are_too_short_for_any_reward_are_a_warning(capsys):
+    for words, is_warned in (("horizon=1", True), ("", False)):
+        read(f"env=darkroom_permuted {words}".split())
+        assert ("no held-out task has a reward" in capsys.readouterr().out) == is_warned
 
 
 def test_histories_of_other_settings_are_an_error(histories, tmp_path):
