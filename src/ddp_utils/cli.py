@@ -327,7 +327,7 @@ def check_accelerate(strategy: str = "", reads_precision: bool = False) -> None:
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in OFF and not reads_precision:
-        note(f"accelerate's mixed_precision {precision} has no effect: see --help for the script's")
+        note(f"accelerate's mixed_precision {precision} has no effect; use this script's settings")
 
 
 def note_unused(config: Any, reason: str, *names: str) -> None:

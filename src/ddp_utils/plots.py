@@ -119,7 +119,7 @@ def draw_others(folder: Path, lines: list[dict]) -> None:
         axis.set_ylabel(words.unit, fontsize="small")
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         low, high = axis.dataLim.intervaly
-        if high - low < 1e-9 * abs(high):  # constant, except for rounding
+        if 0 <= high - low < 1e-9 * abs(high):  # constant, except for rounding
             axis.set_ylim(high - abs(high) / 20, high + abs(high) / 20)
         axis.grid(alpha=0.3)
     for axis in axes[len(names) :]:

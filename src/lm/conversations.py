@@ -22,12 +22,8 @@ POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
 TEXT_TYPES = (None, "text", "input_text", "output_text")
 BASIC = {"role", "from", "content", "value", "name"}  # of a message
 BASIC |= {*chat_template.WEIGHTS, *chat_template.MEDIA}
-MORE = {
-    *THOUGHTS,
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-}  # what most templates show besides
+# what most templates show besides; function_call is read as tool_calls
+MORE = {*THOUGHTS, "tool_calls", "tool_call_id", "function_call"}
 
 
 def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]:

@@ -51,7 +51,8 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
         if not scores or not all(map(is_finite, scores.values())):
             expected = "expected a finite number or {name: number}"
             raise UserError(f"--judge: {spec} returned {scores!r:.60} ({expected})")
-        names.extend(scores if not names else ())
+        if not names:
+            names.extend(scores)
         if {*scores} != {*names}:
             problem = f"returned {scores!r:.60}, but {', '.join(names)} for another reply"
             raise UserError(f"--judge: {spec} {problem}; return the same names for each reply")

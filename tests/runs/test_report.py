@@ -5,6 +5,7 @@ tests/runs/test_report_in_a_browser.py has how it looks.
 
 import html
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -18,7 +19,7 @@ import programs
 import runs
 import train_config
 from conftest import ROOT
-from ddp_utils import Stop, cli, distributed, losses, metrics, run
+from ddp_utils import Stop, cli, distributed, losses, metrics, plots, run
 from ddp_utils.policy import Precision
 from ddp_utils.tools import changes, report
 from dpo_inv import pairs
@@ -97,6 +98,18 @@ def test_only_settings_that_the_user_has_set_are_listed(tmp_path, monkeypatch):
     committed = (ROOT / "src/config.py").read_text().replace("beta: float = 0.1", "beta: float = 7")
     monkeypatch.setattr(changes, "git", lambda *_: committed)
     assert run.defaults_of_set(demo) == {"beta": 7}
+
+
+def test_a_constant_metric_is_drawn_in_the_middle(tmp_path, monkeypatch):
+    """Except for rounding, which would otherwise fill the axis; a metric may be 0 or NaN, too."""
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    values = {"learning_rate": 2e-4, "a": 0.0, "b": math.nan}
+    rows = [{"split": "train", "step": n, **values} for n in range(9)]
+    rows[3]["learning_rate"] = math.nextafter(2e-4, 1)
+    plots.draw_others(tmp_path, rows)
+    [limits] = [x.get_ylim() for x in figures[0].axes if "rate" in x.get_title()]
+    assert limits == pytest.approx((1.9e-4, 2.1e-4))
 
 
 # --- texts of others -----------------------------------------------------------------------------
