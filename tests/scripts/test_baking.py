@@ -417,8 +417,8 @@ def test_many_cut_replies_are_a_warning(made, tmp_path, monkeypatch):
         turns = [{"role": "system", "content": system}, *turns] if system else turns
         options = {"add_generation_prompt": True, "return_dict": False}
         prompt = len(tokenizer.apply_chat_template(turns, **options))
-        used += prompt < 32
-        count += prompt < 32 < prompt + len(row["tokens"])
+        used += 1
+        count += prompt + len(row["tokens"]) > 32  # cut, or dropped with its prompt
     expected = f"warning: train: {count} of {used} rows are longer than --max_traj_len; "
     assert specs[1].lines[1].startswith(expected)
 
