@@ -138,6 +138,15 @@ except KeyboardInterrupt:
 """
 
 
+def signalled(process, number):
+    """What a launcher prints after a signal that it gets when both of its ranks are ready."""
+    seen = ""
+    while seen.count("ready") < 2:
+        seen += process.stdout.readline()
+    process.send_signal(number)
+    return process.communicate(timeout=LIMIT)[0]
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)],
@@ -145,11 +154,7 @@ except KeyboardInterrupt:
 )
 def test_signals_reach_all_ranks(number, status, tmp_path):
     process = launcher(tmp_path, SAVES, "--then", tmp_path / "program.py")
-    seen = ""
-    while seen.count("ready") < 2:
-        seen += process.stdout.readline()
-    process.send_signal(number)
-    rest = process.communicate(timeout=LIMIT)[0]
+    rest = signalled(process, number)
     assert process.returncode == status
     assert "attempt" not in rest  # neither a restart nor the next program
 
@@ -159,11 +164,7 @@ def test_a_signal_in_the_last_moments_of_a_program_starts_no_other(number, statu
     """It has done all of its work, and ends with 0; the next one has not been signalled."""
     body = SAVES.replace("_exit(85)", "_exit(0)").replace("exit(130)", "exit(0)")
     process = launcher(tmp_path, body, "--then", tmp_path / "program.py")
-    seen = ""
-    while seen.count("ready") < 2:
-        seen += process.stdout.readline()
-    process.send_signal(number)
-    rest = process.communicate(timeout=LIMIT)[0]
+    rest = signalled(process, number)
     assert process.returncode == status and "ready" not in rest
 
 
