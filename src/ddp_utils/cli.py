@@ -321,10 +321,10 @@ def check_accelerate(strategy: str = "", reads_precision: bool = False) -> None:
     for name in ACCELERATE:
         is_set = os.environ.get(f"ACCELERATE_{name.upper()}", "no").lower() not in OFF
         if is_set and name != f"use_{strategy}":
-            own = f" and --{name} of this script" if strategy and name in ACCELERATE[:2] else ""
-            raise UserError(
-                f"accelerate: {name} is not supported; use no in accelerate config{own}"
-            )
+            has_own = strategy and name in ("use_fsdp", "use_deepspeed")
+            own = f" and --{name} of this script" if has_own else ""
+            fix = f"use no in accelerate config{own}"
+            raise UserError(f"accelerate: {name} is not supported; {fix}")
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in OFF and not reads_precision:
         note(f"accelerate's mixed_precision {precision} has no effect; use this script's settings")

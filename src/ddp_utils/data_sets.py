@@ -165,11 +165,12 @@ def _load(path: str, place: str, **options: Any) -> Any:
     try:
         return datasets.load_dataset(place, *more, **options, split=split)
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
-        first, *others = (str(error).strip() or type(error).__name__).splitlines()
-        problem = f"neither a file nor a data set: {first}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"neither a file nor a data set: {reason}"
         hint = "if it is gated or private, run `hf auth login`; otherwise use a file"
-        if first.startswith("Config name is missing"):
-            problem = f"it has several configurations: {others[0].partition('configs: ')[2]}"
+        if reason.startswith("Config name is missing"):  # their names are in the next line
+            names = str(error).partition("configs: ")[2].partition("\n")[0]
+            problem = f"it has several configurations: {names}"
             hint = f"use {name}:CONFIGURATION:{split}"
         of_hub = explain(name, error, "dataset")
         raise UserError(f"{path}: {of_hub or f'{problem}; {hint}'}") from error

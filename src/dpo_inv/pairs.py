@@ -228,7 +228,7 @@ def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) 
     if (preferred == unpreferred).all():
         raise Unusable("the same sequence twice")
     if not (targets & (preferred != unpreferred)[first]).any():
-        raise Unusable("without a difference at a residue that is known and has its backbone")
+        raise Unusable("different only at residues that are unknown or lack backbone atoms")
     name = " ".join([backbone.name, *backbone.chains])
     arrays = preferred, unpreferred, designed, targets, np.float64(margin)
     return Pair(record.location, name, number, backbone, *arrays)

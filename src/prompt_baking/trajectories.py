@@ -95,10 +95,12 @@ def _question(record: data.Record) -> str:
     name = next((name for name in QUESTION if name in record.data), "")
     if not name:
         problem = f"none of the fields {', '.join(QUESTION)} is among {data.names_of(record)}"
-        raise UserError(f"{record.location}: {problem}; rename one, or use --columns question=NAME")
+        hint = "rename one to question (in generate_data.py: --columns question=NAME)"
+        raise UserError(f"{record.location}: {problem}; {hint}")
     for field in filter(record.data.get, MORE):
-        problem = f"{record.location}: {field}: it may belong to the question; write it there, or"
-        raise UserError(f"{problem} {chat_template.ignoring(field)}")
+        problem = f"{record.location}: {field}: it may belong to the question"
+        hint = f"in generate_data.py: --columns ignored_{field}={field}"
+        raise UserError(f"{problem}; write it there, or remove it ({hint})")
     more = chat_template.optional_text(record, "input") if name == "instruction" else []
     record = record._replace(data={name: _first_turn(record, name)})
     return "\n".join([data.text(record, name), *more])

@@ -622,8 +622,8 @@ def test_a_mutant_that_is_not_scored_is_named(tmp_path, capsys):
     assert evaluate.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        f"mutants: 2 pairs of {path}; 1 without a difference at a residue that is known and has "
-        "its backbone; 1 not a substitution"
+        f"mutants: 2 pairs of {path}; 1 different only at residues that are unknown or lack "
+        "backbone atoms; 1 not a substitution"
     )
     assert lines[1].startswith("warning: 1 pairs occur again (0 with another ddG)")
     assert lines[2].startswith("warning: 1 structures such as het.pdb: ") and "A12 read" in lines[2]

@@ -27,7 +27,7 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 REACHED = {
     "main_distributed": (32, 5830),
     "train": (34, 6010),
-    "train_loop": (34, 5650),
+    "train_loop": (34, 5655),
     "generate_data": (26, 4880),
     "dpo_inv.run_dpo_ddp": (26, 4620),
     "dpo_inv.inference": (18, 3330),

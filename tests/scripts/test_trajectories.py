@@ -75,7 +75,7 @@ def test_what_belongs_to_a_question_is_read_or_named(tmp_path):
     questions = ["Translate.\nOne.", "Translate.\nTwo.", "Translate."]
     assert trajectories.read_questions(path) == questions
     path = write(path, [{"instruction": "When did it start?", "context": "It began in 2000."}])
-    message = "q.jsonl:1: context: it may belong to .* or use --columns ignored_context=context to"
+    message = "q.jsonl:1: context: it may belong to .*: --columns ignored_context=context.$"
     with pytest.raises(UserError, match=message):
         trajectories.read_questions(path)
     ignored = trajectories.read_questions(path, columns="ignored_context=context")

@@ -147,8 +147,10 @@ def without_splitting(world: World) -> Iterator[None]:
     device = group.bound_device_id
     if device is not None and not group._get_backend(world.device).supports_splitting:
         group.bound_device_id = None
-    yield
-    group.bound_device_id = device
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def shard(
