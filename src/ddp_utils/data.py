@@ -28,10 +28,24 @@ AnyPath = str | Path
 CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 TEMPORARY = ".tmp-"  # the name of a file or folder begins with it until all is written
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# the first bytes of files that people have by mistake -> what they are, and what to do
+NOT_TEXT = {
+    b"\x28\xb5\x2f\xfd": ("is compressed with zstd", "decompress it, or use gzip"),
+    b"BZh": ("is compressed with bzip2", "decompress it, or use gzip"),
+    b"\xfd7zXZ": ("is compressed with xz", "decompress it, or use gzip"),
+    b"PK\x03\x04": ("is a zip archive or an Excel file", "unpack it, or save it as CSV (UTF-8)"),
+    b"PAR1": ("is Parquet", "let its name end with .parquet"),
+    b"\xff\xfe": ("is UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("is UTF-16", "save it as UTF-8"),
+}
 
 
 class Unusable(Exception):
     """A well-formed row that nothing can be learned from; the text is the reason, for counting."""
+
+
+class WrongFields(UserError):
+    """A record has not the fields of any format, which is probably so for all records."""
 
 
 class Record(NamedTuple):
@@ -87,12 +101,15 @@ def existing_file(path: AnyPath) -> Path:
 
 
 def content(path: AnyPath) -> str:
-    """Return the text of a file, decompressed and without a byte order mark."""
+    """Return the text of a file, decompressed if it is gzip, without a byte order mark."""
     file = existing_file(path)
     try:
         raw = file.read_bytes()
         if raw.startswith(b"\x1f\x8b"):  # gzip, whatever the file's name is
             raw = gzip.decompress(raw)
+        for begin, (kind, fix) in NOT_TEXT.items():
+            if raw.startswith(begin):
+                raise UserError(f"{path}: {kind} (expected text in UTF-8); {fix}")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -109,15 +126,18 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
     columns: as in DataFile; records have our names.
     """
     theirs = dict(pair.split("=") for pair in columns.split(",") if pair)
-    renamed = {*theirs, *theirs.values()}
+    absent = {*theirs}  # of which no record has either name
     record = None
     for location, data in itertools.islice(_rows(str(path)), limit if limit > 0 else None):
         if isinstance(data, dict):
             # pandas writes NaN where a row has no value
             data = {name: None if value != value else value for name, value in data.items()}
             # a column with the name that another column gets would hide that one
+            here = {name: column for name, column in theirs.items() if column in data}
+            renamed = {*here, *here.values()}
             kept = {name: value for name, value in data.items() if name not in renamed}
-            data = kept | {name: data[column] for name, column in theirs.items() if column in data}
+            data = kept | {name: data[column] for name, column in here.items()}
+            absent -= data.keys()
         elif not isinstance(data, UserError):
             data = UserError(f"{location}: not a JSON object; each record must be one {{...}}")
         if isinstance(data, UserError) and not skip:
@@ -126,6 +146,9 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
         yield record
     if record is None:
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
+    for name in sorted(absent):
+        problem = f"no record has a field {theirs[name]}"
+        raise UserError(f"{path}: --columns {name}={theirs[name]}: {problem}")
 
 
 def usable(
@@ -162,7 +185,8 @@ def usable(
         elif isinstance(row, UserError):
             # errors of the chat template have no location
             place = "" if str(row).startswith(source.path) else f"{location}: "
-            raise UserError(f"{place}{row}; or use --on_bad_record skip") from row
+            hint = "" if isinstance(row, WrongFields) else "; or use --on_bad_record skip"
+            raise UserError(f"{place}{row}{hint}") from row
         else:
             used += 1
             yield row
@@ -177,7 +201,7 @@ def listed(numbers: dict) -> str:
 
 def _rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield the location and the JSON value (or the UserError) of each row."""
-    delimiter = DELIMITERS.get(Path(path).suffix)
+    delimiter = DELIMITERS.get(Path(path.lower().removesuffix(".gz")).suffix)
     if delimiter or is_data_set(path):
         if delimiter:
             yield from read_csv(path, content(path), delimiter)
@@ -218,6 +242,8 @@ def read_csv(path: str, text: str, delimiter: str) -> Iterator[tuple[str, dict |
         names = rows.fieldnames or []
         if len({*names}) < len(names):
             raise UserError(f"{path}:1: two columns have one name: {', '.join(names)}; rename one")
+        if len(names) == 1 and ";" in names[0]:
+            raise UserError(f"{path}:1: the fields are separated by ; (expected {delimiter!r})")
         for row in rows:
             location = f"{path}:{rows.line_num}"
             if None in row or None in row.values():

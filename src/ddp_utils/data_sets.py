@@ -111,10 +111,13 @@ def explain(name: str, error: BaseException | None, kind: str = "model") -> str:
         return f"the hub answers {str(cause).splitlines()[0]}; if it denies access, {login}"
     problem = "HF_HUB_OFFLINE is set" if IS_OFF else f"{constants.ENDPOINT} does not answer"
     problem += "" if IS_OFF else f" within {SECONDS:g} s (HF_HUB_ETAG_TIMEOUT)"
+    command, then = f"hf download {name}", "copy the cache, and export HF_HUB_OFFLINE=1"
+    if kind == "dataset":  # offline, the library datasets finds only what it has loaded before
+        command += " --type dataset --local-dir FOLDER"
+        then = "copy FOLDER, and use it instead of the name"
     return (
         f"neither a folder nor in the cache {constants.HF_HUB_CACHE}, and {problem}; where there "
-        f"is a network, run `hf download {name} --type {kind}` (for a gated {kind} `hf auth login` "
-        "before), copy the cache, and export HF_HUB_OFFLINE=1"
+        f"is a network, run `{command}` (for a gated {kind} `hf auth login` before), {then}"
     )
 
 
@@ -163,6 +166,8 @@ def _load(path: str, place: str, **options: Any) -> Any:
     name, *more = path.split(":")
     split = more.pop() if more else "train"
     try:
+        if ":" not in path and os.path.isfile(f"{place}/state.json"):  # of save_to_disk()
+            return datasets.load_from_disk(place)
         return datasets.load_dataset(place, *more, **options, split=split)
     except (datasets.exceptions.DatasetsError, *LOADING_ERRORS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -172,6 +177,10 @@ def _load(path: str, place: str, **options: Any) -> Any:
             names = str(error).partition("configs: ")[2].partition("\n")[0]
             problem = f"it has several configurations: {names}"
             hint = f"use {name}:CONFIGURATION:{split}"
+        if reason.startswith("Unknown split"):
+            names = reason.partition("one of ")[2].rstrip(".")
+            problem = f"it has no split {split} (expected one of {names})"
+            hint = f"use {':'.join([name, *more, 'SPLIT'])}"
         of_hub = explain(name, error, "dataset")
         raise UserError(f"{path}: {of_hub or f'{problem}; {hint}'}") from error
 

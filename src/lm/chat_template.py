@@ -76,15 +76,15 @@ PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssista
 NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
 FOREIGN = "with the end of another model's replies"
-LISTED = "with the text of a list as one of the replies"
+LISTED = "with the text of a list as the prompt or one of the replies"
 ONLY_LAST = "only the last reply is trained"
 DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
     REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
     FOREIGN: "have replies that end with a token that this tokenizer does not have; remove it",
-    LISTED: "have the text of a list as one of the two replies; for several rejected replies, use "
-    "a row for each, or a list in JSON Lines or Parquet",
+    LISTED: "have the text of a list as the prompt or as one of the two replies; decode it, or, "
+    "for several rejected replies, use a row for each, or a list in JSON Lines or Parquet",
     ONLY_LAST: "have earlier replies, perhaps tool calls, that are not trained, because the chat "
     "template renders them otherwise where they are not the last; use a row for each reply, or "
     "another --chat_template",
@@ -284,6 +284,9 @@ class Encoder:
         for message in messages:
             for name in NEED_SUPPORT & {*message, message["role"]} - self.template_words:
                 hint = "use another --chat_template"
+                if name in THOUGHTS and self.template_words & {*THOUGHTS}:
+                    other = min(self.template_words & {*THOUGHTS})
+                    hint = f"it reads {other}: rename the field"
                 raise UserError(f"the chat template does not support {name}; {hint}")
 
     def _find_ends_of_replies(self) -> None:
@@ -448,7 +451,10 @@ class Encoder:
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
         lost = lost_text(message, text, full)
-        if isinstance(reply, str) and (not same_prompt or (lost and self.keep_thoughts)):
+        is_appended = (
+            not same_prompt or (lost and self.keep_thoughts) or adds_thought(message, text, full)
+        )
+        if isinstance(reply, str) and is_appended:
             if self.before_reply.isspace():  # the reply begins with it, as in " Yes."
                 reply = self.before_reply + reply.lstrip()
             return continued(text, reply) + self.end_text
@@ -544,8 +550,8 @@ class Encoder:
         endings = map(FOREIGN_END.search, answers)
         if any(ending and ending[0].strip() not in self.special for ending in endings):
             notes.add(FOREIGN)
-        is_list = [bool(STRINGS.match(answer)) for answer in answers]
-        if is_list[0] != is_list[1]:
+        is_list = [bool(STRINGS.match(part)) for part in (question, *answers)]
+        if is_list[0] or is_list[1] != is_list[2]:
             notes.add(LISTED)
         first, second = [ids[boundary:] + self.added_end for ids in (full_ids[0], full_ids[-1])]
         return Pair(prompt_ids[:boundary], first, second, location, question, answers[0]), notes
@@ -625,6 +631,16 @@ def lost_text(message: dict, text: str, full: str) -> str:
         if rendered.count(without_space(part)) < parts.count(part):  # two calls may be alike
             return part
     return ""
+
+
+def adds_thought(message: dict, text: str, full: str) -> bool:
+    """Return whether a thought of the reply, perhaps an unfinished one, got an empty one as well.
+
+    text: of the prompt; full: of the prompt and the reply.
+    """
+    reply, end = message["content"] or "", "</think>"
+    has_thought = "<think>" in reply or end in reply
+    return has_thought and full.count(end) > text.count(end) + reply.count(end)
 
 
 def continued(text: str, reply: str) -> str:

@@ -12,9 +12,11 @@ UNORDERED = "user and assistant do not alternate"
 QUESTIONS = ("question", "instruction", "messages", "conversations", "query", "input")
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 FIRST_HUMAN = re.compile(r"\A\s*Human:")
-ROLES = {"human": "user", "gpt": "assistant"}
-ROLES |= {name: name for name in ("system", "developer", "user", "assistant", "tool")}
-ROLES["function"] = "tool"  # OpenAI's older name
+# names of roles, in lower case, in public data; function_call is read as an assistant's tool_calls
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ROLES |= {"model": "assistant", "function_call": "assistant", "function": "tool"}
+ROLES |= {"observation": "tool", "tool_response": "tool", "ipython": "tool"}
 # First letters of the roles, the last of which is the assistant's. Any other order than the usual
 # one depends on the template: a system turn alone, the assistant first, two users in a row.
 USUAL = "[sd]?(u(at+)*a)+"
@@ -49,20 +51,23 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
         turns = messages_of(record, side)
         is_whole = turns[0]["role"] != "assistant" or last and last[0] in turns
         turns = (system if is_whole else before) + turns
+        if field == "prompt" and not last and not is_asked(turns):
+            for name in filter(record.data.get, QUESTIONS):
+                hint = f"use --columns prompt={name}"
+                raise UserError(f"{record.location}: prompt: missing, but there is {name}; {hint}")
         *prompt, reply = check_order(record, side, turns, "assistant")
         if "weight" in reply:
             raise UserError(f"{record.location}: {side}: the weight of its reply must not be 0")
         prompts.append(_without_weights(prompt))
         replies.append(reply_of(reply))
-    if field == "prompt" and not before[len(system) :] and not any(map(is_asked, prompts)):
-        for name in filter(record.data.get, QUESTIONS):
-            hint = f"use --columns prompt={name}"
-            raise UserError(f"{record.location}: prompt: missing, but there is {name}; {hint}")
     # a prompt that is one text repeats a turn of conversations that are complete
     stated = before if isinstance(record.data.get(field), list) else []
     text = "" if stated else str(record.data.get(field) or "").strip()
     is_lost = not any(text in (turn["content"] or "") for turn in prompts[0])
-    if prompts[0] != prompts[1] or prompts[0][: len(stated)] != stated or is_lost:
+    begin_alike = prompts[0][: len(stated)] == prompts[1][: len(stated)] == stated
+    if stated and begin_alike and prompts[0] != prompts[1]:
+        raise Unusable("turns before the last reply differ")
+    if prompts[0] != prompts[1] or not begin_alike or is_lost:
         raise Unusable("prompts differ")
     return prompts[0], replies[0], replies[1]
 
@@ -158,7 +163,13 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
         message = {**message, "tool_calls": [message["function_call"]]}
     message = {key: message[key] for key in message if key != "function_call"}
     name = "role" if message.get("from") is None else "from"
-    role = ROLES.get(str(message.get(name)))
+    role = ROLES.get(str(message.get(name)).lower())
+    if str(message.get(name)).lower() == "function_call":  # of LLaMA-Factory: the text is the call
+        key = "content" if message.get("value") is None else "value"
+        field = f"{place}.{key}"
+        text = data.text(Record(record.location, {field: message.get(key)}), field)
+        calls = data.decode(text, f"{record.location}: {field}")
+        message = {"tool_calls": calls if isinstance(calls, list) else [calls], "content": ""}
     if not role:
         expected = "system, developer, user, assistant or tool"
         raise data.wrong_value(record, f"{place}.{name}", message.get(name), expected)

@@ -73,15 +73,19 @@ def adapter_settings(path: Name, dropout: float = 0.0) -> Any:
     kind = values.get("peft_type")
     for name in ("megatron_config", "alora_invocation_tokens"):
         kind = name if values.get(name) else kind
+    if "lora_parameters" in values:
+        raise UserError(f"--init_adapter: {path} is an adapter of MLX; merge it with mlx_lm.fuse")
     if kind != "LORA":
         problem = f"is not a plain LoRA but {kind}; use a LoRA, or merge it with peft first"
         raise UserError(f"--init_adapter: {path} {problem}")
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
+        problem = f"began with {start}, which changes the base model"
+        hint = "merge it with peft, or convert it (path_initial_model_for_weight_conversion)"
+        raise UserError(f"--init_adapter: {path} {problem}; {hint}")
     with reading(f"--init_adapter: {path}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # own_tokenizer() prints what peft ignores
         settings: Any = PeftConfig.from_pretrained(model_files.model_path(path))
-    start = settings.init_lora_weights
-    if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
-        raise UserError(f"--init_adapter: {path} began with {start}, which changes the base model")
     for field in ("rank_pattern", "alpha_pattern"):  # their keys may name wrappers
         pattern = getattr(settings, field)
         setattr(settings, field, {ADDED.sub("", key): value for key, value in pattern.items()})
@@ -97,12 +101,14 @@ def base_of(adapter: Name) -> str:
     base = settings.base_model_name_or_path
     if not base:
         raise UserError(f"--init_adapter: {adapter} does not name its base model; use --base")
-    if settings.revision not in (None, "", "main"):
+    # "unsloth" is not a revision but a mark of that program
+    if settings.revision not in (None, "", "main", "unsloth") and not data.resolve(base).is_dir():
         problem = f"{adapter}: its base model is revision {settings.revision} of {base}"
         hint = f"hf download {base} --revision {settings.revision} --local-dir FOLDER"
         hint = f"run `{hint}`, and use --model_name FOLDER, or lm.merge with --base FOLDER"
         raise UserError(f"--init_adapter: {problem}; {hint}")
-    if Path(base).is_absolute() and not Path(base).is_dir():
+    is_path = base.startswith(("/", ".")) or "\\" in base or base.count("/") > 1
+    if is_path and not data.resolve(base).is_dir():
         problem = f"{adapter}: its base model {base} is not on this machine"
         hint = f"use --model_name BASE --init_adapter {adapter}, or lm.merge with --base BASE"
         raise UserError(f"--init_adapter: {problem}; {hint}")

@@ -4,6 +4,8 @@ A name is a folder, or a model on the Hugging Face hub.
 """
 
 import contextlib
+import importlib.util
+import itertools
 import os
 import re
 import reprlib
@@ -185,6 +187,13 @@ def read_tokenizer(name: Name) -> Tokenizer:
     failure = "tokenizer or config.json cannot be read"
     path = Path(model_path(name))
     has_files = not path.is_dir() or any(map(any, map(path.glob, VOCABULARIES)))
+    pieces = path / "tokenizer.model"
+    if pieces.is_file() and not (path / "tokenizer.json").is_file():
+        # of SentencePiece, unless it is a text as tiktoken has it
+        is_binary = pieces.read_bytes()[:1] == b"\n"
+        if is_binary and not importlib.util.find_spec("sentencepiece"):
+            problem = "tokenizer.model needs a library, since there is no tokenizer.json"
+            raise UserError(f"{place}: {problem}; pip install sentencepiece protobuf")
     own: set[int] = set()
     with reading(place, failure), contextlib.suppress(*(() if has_files else FAULTS)):
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
@@ -375,10 +384,17 @@ def check_complete(
         if names:
             problems.append(f"{len(names)} tensors {kind} ({', '.join(sorted(names)[:3])})")
     if missing and unexpected:
-        expected, actual = min(missing).split("."), min(unexpected).split(".")
+        pairs = itertools.product(sorted(missing)[:100], sorted(unexpected)[:100])
+        renamed = (pair for pair in pairs if pair[1].endswith(f".{pair[0]}"))
+        pair = next(renamed, (min(missing), min(unexpected)))
+        if pair[1].endswith(f".{pair[0]}"):
+            advice = "rename the tensors in the files"
+        expected, actual = (name.split(".") for name in pair)
         while expected and actual and expected[-1] == actual[-1]:
             expected, actual = expected[:-1], actual[:-1]
-        begin = f"expected names that begin with {'.'.join(expected)}"
+        begin = (
+            f"expected names that begin with {'.'.join(expected)}" if expected else "expected less"
+        )
         problems.append(f"{begin}, the files have {'.'.join(actual) or 'less'}")
     if problems:
         if any(name.endswith(PACKED) for name in unexpected):

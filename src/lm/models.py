@@ -53,9 +53,10 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
     is_encoder = type(config) in encoders and not config.to_dict().get("is_decoder")
     quantization = quantization_of(config)
     if quantization:
-        advice = f"its weights are quantized ({quantization}); use the original model; "
-        advice += "train.py --type qlora quantizes that while loading it; if they are not, remove "
-        advice += "the quantization from config.json"
+        advice = f"its weights are quantized ({quantization}); use the original model (for an "
+        advice += "adapter with --init_adapter ADAPTER), which --type qlora of train.py and "
+        advice += "--base_dtype 4bit of main_distributed.py quantize; if they are not quantized, "
+        advice += "remove the quantization from config.json"
     elif is_encoder or config.is_encoder_decoder:
         advice = f"{config.model_type} reads a text in both directions; use a causal model"
     elif type(config) not in auto_class(config)._model_mapping:

@@ -65,7 +65,7 @@ EITHER = {
     ("response_1", "response_2"): ("HelpSteer2", "preference_strength is below 0"),
     ("response1", "response2"): ("HelpSteer3", "overall_preference is below 0"),
     ("conversation_a", "conversation_b"): ("Chatbot Arena", "winner is model_a"),
-    ("response_a", "response_b"): ("Chatbot Arena", "winner_model_a is 1"),
+    ("response_a", "response_b"): ("Chatbot Arena", "winner_model_a is 1 (decode the JSON lists)"),
     ("output_1", "output_2"): ("AlpacaFarm", "preference is 1"),
     ("answer_0", "answer_1"): ("WebGPT", "score_0 is above score_1"),
     ("conv_A", "conv_B"): ("Unified-Feedback", "conv_A_rating is above conv_B_rating"),
@@ -77,6 +77,7 @@ CONVERTED: dict[tuple[str, ...], tuple[str, str]] = {
     for (a, b), (name, where) in EITHER.items()
 }
 CONVERTED |= {
+    ("context", "completions"): ("NeMo-RL", "chosen is the completion of rank 0"),
     ("completions",): ("UltraFeedback", "chosen is the completion with the highest overall_score"),
     ("answers",): ("Nectar", "chosen is the answer with rank 1, rejected another one"),
     ("completion", "label"): ("KTO", "combine a row of label true and one of label false"),
@@ -88,6 +89,7 @@ SNAKE = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # where scoreChosen and score-chos
 CONTEXT = {"history", "chat_history", "context", "input", "documents", "document", "functions"}
 CONTEXT |= {"system_message", "instruction", "question", "query", "reasoning", "reasoning_content"}
 CONTEXT |= {"thinking", "cot", "tools", "function_call", "function_calls"}
+CONTEXT |= {"prefix", "initial_reason_steps", "full_chosen", "full_rejected"}
 # how a text of several turns begins
 TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
 # how a text begins that is the text of messages, and what it has: a role, and a text or a call
@@ -208,6 +210,13 @@ def encode_rows(
     extra_names = [name for name in source.extra_fields.split(",") if name]
     tqdm.set_lock(threading.RLock())  # the default lock is a semaphore, which os._exit would leak
 
+    def format_of(record: Record) -> Format:
+        """Return the format of a record, if possible of its fields that are not null."""
+        filled = {name: value for name, value in record.data.items() if value is not None}
+        with contextlib.suppress(UserError):
+            return find_format(record._replace(data=filled))
+        return find_format(record)
+
     def parts(record: Record) -> Sequence[Record]:
         """Return the records of a row; find the format in the first one, and sample some texts."""
         records = split(record) if split else [record]
@@ -216,13 +225,13 @@ def encode_rows(
                 continue
             if not formats:
                 with contextlib.suppress(UserError):  # make() raises it again
-                    formats.append(find_format(one))
+                    formats.append(format_of(one))
             if formats and (number < 100 or number % 100 == 0):
                 sample.extend(strings([one.data.get(name) for name in formats[0].fields]))
         return records
 
     def make(record: Record) -> Encoded:
-        format = formats[0] if formats else find_format(record)
+        format = formats[0] if formats else format_of(record)
         if split:
             for name in format.fields:
                 check_not_python(record, name)
@@ -464,9 +473,12 @@ def unknown_format(record: Record, expected: str) -> UserError:
     for fields, (name, conversion) in CONVERTED.items():
         if record.data.keys() >= {*fields}:
             problem = f"the fields {', '.join(fields)} are those of {name} (expected {expected})"
-            return UserError(f"{record.location}: {problem}; {conversion}")
+            return data.WrongFields(f"{record.location}: {problem}; {conversion}")
     problem = f"fields found: {data.names_of(record)}; expected {expected}"
-    return UserError(f"{record.location}: {problem}; rename fields with --columns ours=theirs")
+    hint = "rename fields with --columns ours=theirs"
+    if record.data.keys() >= {*SIDES} and not record.data.keys() & {*TEXTS, "conversations"}:
+        hint += "; if both replies begin with the prompt, write it in a field of its own"
+    return data.WrongFields(f"{record.location}: {problem}; {hint}")
 
 
 def texts_of(

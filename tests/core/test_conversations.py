@@ -138,6 +138,31 @@ def test_a_call_in_the_older_form_of_openai_is_a_call(tmp_path):
         read(tmp_path, row, TOOLS)
 
 
+def test_roles_have_the_names_of_public_data(tmp_path):
+    """Such as NeMo's with a capital letter; LLaMA-Factory has a role for calls."""
+    calls = [{"function": {"name": "time", "arguments": {"zone": "CET"}}}]
+    asked = [ASKED, turn("assistant", "", tool_calls=calls), turn("tool", "12:00")]
+    expected, _ = read(tmp_path, {"messages": [*asked, SINGLE[1]], "tools": SCHEMAS}, TOOLS)
+    call = '{"name": "time", "arguments": {"zone": "CET"}}'
+    for user, caller, tool, assistant in (
+        ("User", "function_call", "observation", "Assistant"),
+        ("human", "function_call", "tool_response", "model"),
+        ("user", "Function_Call", "ipython", "chatgpt"),
+    ):
+        names = user, caller, tool, assistant
+        texts = ASKED["content"], call, "12:00", SINGLE[1]["content"]
+        row = [{"from": who, "value": text} for who, text in zip(names, texts, strict=True)]
+        text, _ = read(tmp_path, {"conversations": row, "tools": SCHEMAS}, TOOLS)
+        assert text[:3] == expected[:3]
+
+
+def test_thoughts_that_the_template_has_under_another_name_are_one_line(tmp_path):
+    row = {"messages": [ASKED, turn("assistant", "Noon.", thinking="Hm.")]}
+    message = "does not support thinking; it reads reasoning_content: rename the field"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, row, TOOLS)
+
+
 def test_a_row_may_have_arguments_that_say_nothing(tmp_path):
     """As each row of smoltalk2 has; a template without the word does what it says."""
     nothing = {"custom_instructions": "", "python_tools": [], "enable_thinking": False, "x": None}

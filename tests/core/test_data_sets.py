@@ -64,7 +64,7 @@ BROKEN = {
     "prompt,chosen,rejected,chosen\na,b,c,d\n": ":1: two columns have one name: prompt, chosen,",
     'prompt,chosen,rejected\n"a"b,c,d\n': ":2: not CSV: ',' expected after '\"'",
     "prompt,chosen,rejected\n": ": 0 records",
-    "prompt;chosen;rejected\na;b;c\n": ":2: fields found: prompt;chosen;rejected; expected",
+    "prompt;chosen;rejected\na;b;c\n": ":1: the fields are separated by ; (expected ',')",
 }
 
 
@@ -87,6 +87,16 @@ def test_columns_give_fields_our_names(tmp_path):
         assert [pair[:3] for pair in pairs] == expected and report["fields_not_read"] == ""
     _, report = reading.texts(path, encoder, columns="prompt=question,completion=response_k")
     assert (report["format"], report["fields_not_read"]) == ("custom", "response_j")
+
+
+def test_a_column_of_some_rows_hides_no_field_of_the_others(tmp_path):
+    rows = [ROWS[0] | {"system": "be"}, ROWS[0] | {"message": "kind", "system": "unread"}]
+    (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    records = data.read(tmp_path / "f.jsonl", columns="system=message")
+    assert [record.data["system"] for record in records] == ["be", "kind"]
+    message = r"f.jsonl: --columns tone=message_: no record has a field message_$"
+    with pytest.raises(UserError, match=message):  # after the last row
+        list(data.read(tmp_path / "f.jsonl", columns="system=message,tone=message_"))
 
 
 # --- what the library datasets reads -------------------------------------------------------------
@@ -124,6 +134,29 @@ def test_parquet_files_and_folders_hold_the_pairs_of_the_json(library, tmp_path)
         assert [pair[:3] for pair in pairs] == expected, name
         assert pairs[2].location == f"{tmp_path / name}:3"
         assert (report["format"], report["fields_not_read"]) == ("messages", "score_chosen")
+
+
+def test_a_folder_of_save_to_disk_is_read_whole(library, tmp_path):
+    rows = library.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "folder", num_shards=2)
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    expected = [pair[:3] for pair in reading.pairs(runs.PAIRS, encoder)[0]]
+    assert [pair[:3] for pair in reading.pairs(tmp_path / "folder", encoder)[0]] == expected
+
+
+def test_the_splits_of_a_data_set_without_train_are_named(library, tmp_path):
+    """As those of UltraFeedback's binarized version."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        "  - split: train_prefs\n    path: a.parquet\n---\n"
+    )
+    library.Dataset.from_list(ROWS).to_parquet(tmp_path / "folder/a.parquet")
+    folder = tmp_path / "folder"
+    says = ": it has no split train (expected one of ['train_prefs']); use "
+    assert error_of(folder) == f"{says}{folder}:SPLIT"
+    pairs, _ = reading.pairs(f"{folder}:train_prefs", Encoder(load_tokenizer("data/demo/model")))
+    assert len(pairs) == len(ROWS)
 
 
 def test_a_data_set_may_have_configurations(library, tmp_path):

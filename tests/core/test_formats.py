@@ -89,6 +89,32 @@ def test_the_fields_tell_the_format():
         )
 
 
+def test_fields_that_are_null_do_not_tell_the_format(tmp_path):
+    """A table has the fields of all its rows, such as of two sets that were joined."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    talk = [user("q"), assistant("x")]
+    for row, name in (
+        ({"prompt": None, "question": "q", **TEXT}, "question"),
+        ({"prompt": "q", "conversations": None, **TEXT}, "prompt"),
+        ({"instruction": None, "output": None, "messages": talk}, "messages"),
+    ):
+        (tmp_path / "f.jsonl").write_text(json.dumps(row))
+        reader = reading.texts if "messages" in row else reading.pairs
+        assert reader(tmp_path / "f.jsonl", encoder)[1]["format"] == name
+
+
+def test_a_file_of_another_format_cannot_be_skipped(tmp_path):
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    for row, says in (
+        (TEXT, "; if both replies begin with the prompt, write it in a field of its own"),
+        ({"context": [], "completions": []}, "NeMo-RL (expected prompt, chosen, rejected or an"),
+    ):
+        (tmp_path / "f.jsonl").write_text(json.dumps(row))
+        with pytest.raises(UserError) as caught:
+            reading.pairs(tmp_path / "f.jsonl", encoder)
+        assert says in str(caught.value) and "--on_bad_record" not in str(caught.value)
+
+
 # --- which response is better ---------------------------------------------------------------------
 
 WRONG = [  # fields of public data sets whose rows prefer either of two responses
@@ -290,8 +316,12 @@ def test_conversations_that_differ_before_the_last_message_are_unusable():
         (first, [*first, user("2"), assistant("y")]),
         ([*first, user("2"), assistant("x")], [user("1"), *LONG[2:], assistant("y")]),
     ):
+        assert read({"prompt": "1", "chosen": chosen, "rejected": rejected}) == "prompts differ"
         assert read({"chosen": chosen, "rejected": rejected}) == "prompts differ"
         assert read({"chosen": rejected, "rejected": chosen}) == "prompts differ"
+    steps = {side: [assistant(side), user("2"), assistant("x")] for side in TEXT}
+    differ = "turns before the last reply differ"  # as in trajectories with tools
+    assert read({"prompt": [user("1")], **steps}) == differ
     whole = {"chosen": first, "rejected": [user("1"), assistant("y")]}
     assert read({"prompt": [user("2")], **whole}) == "prompts differ"
     assert read({"prompt": [SYSTEM, user("1")], **whole}) == "prompts differ"
@@ -386,19 +416,24 @@ def test_ends_of_another_models_replies_are_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])
-def test_the_text_of_a_list_as_rejected_reply_is_a_warning(write, tmp_path):
-    """A CSV has no lists; where both replies are lists, the task may be to write one."""
+def test_the_text_of_a_list_as_prompt_or_rejected_reply_is_a_warning(write, tmp_path):
+    """A CSV has no lists; where both replies are lists, the task may be to write one.
+
+    In the data of Chatbot Arena all three are the JSON of lists.
+    """
     encoder = Encoder(load_tokenizer("data/demo/model"))
 
-    def lines_of(chosen):
-        rows = [(f"q{n}", chosen, write(["no", "it's not"])) for n in range(3)]
+    def lines_of(chosen, prompt="q"):
+        rows = [(f"{prompt}{n}", chosen, write(["no", "it's not"])) for n in range(3)]
+        rows = [(write([row[0]]) if prompt == "Arena" else row[0], *row[1:]) for row in rows]
         with open(tmp_path / "f.csv", "w", newline="") as file:
             csv.writer(file).writerows([("prompt", "chosen", "rejected"), *rows])
         _, report = reading.pairs(tmp_path / "f.csv", encoder)
         return preference_data.describe_all({"train": report}, {"val": rows})[1:]
 
-    (line,) = lines_of("yes")
-    assert line.startswith("warning: train: 3 of 3 rows have the text of a list as one of the two")
+    for words in (["yes"], ['["yes"]', "Arena"]):
+        (line,) = lines_of(*words)
+        assert line.startswith("warning: train: 3 of 3 rows have the text of a list as the prompt")
     assert lines_of('["yes"]') == []
 
 
@@ -411,7 +446,10 @@ def test_a_question_beside_messages_is_not_left_out(name):
     question = [{"role": "user", "content": "q"}] if name in ("messages", "conversations") else "q"
     row = {"system": "s", name: question, **sides}
     assert error_of(row) == f"prompt: missing, but there is {name}; use --columns prompt={name}"
-    row["prompt"] = row.pop(name)
+    del row["system"]
+    row[name] = question
+    assert error_of(row) == f"prompt: missing, but there is {name}; use --columns prompt={name}"
+    row |= {"system": "s", "prompt": row.pop(name)}
     assert read(row)[0] == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 
 

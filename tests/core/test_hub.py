@@ -147,12 +147,15 @@ def test_without_a_network_it_is_one_line_of_two_ranks_after_one_question(settin
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert asked.call_count == 1
     cache = os.path.join(tmp_path, "home", "hub")
-    kind = "dataset" if setting == "train_data" else "model"
+    command, then = "hf download org/name", "copy the cache, and export HF_HUB_OFFLINE=1"
+    if setting == "train_data":  # offline, the library datasets does not find such a download
+        command += " --type dataset --local-dir FOLDER"
+        then = "copy FOLDER, and use it instead of the name"
     for text in (
         f"org/name: neither a folder nor in the cache {cache}, and http://127.0.0.1:",
         "does not answer within 3 s (HF_HUB_ETAG_TIMEOUT)",
-        f"; where there is a network, run `hf download org/name --type {kind}` (",
-        "`hf auth login` before), copy the cache, and export HF_HUB_OFFLINE=1",
+        f"; where there is a network, run `{command}` (",
+        f"`hf auth login` before), {then}",
     ):
         assert text in done.stderr
     assert not (tmp_path / "results").exists()

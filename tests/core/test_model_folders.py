@@ -1,5 +1,6 @@
 """What people have in the folder of a model or adapter: one line with the command that helps."""
 
+import importlib.util
 import io
 import json
 import os
@@ -242,10 +243,56 @@ def test_a_model_where_an_adapter_is_expected_and_an_adapter_without_its_base(tm
     folder = Path(shutil.copytree(ADAPTER, tmp_path / "lora"))
     settings = json.loads((folder / SETTINGS).read_text())
     (folder / SETTINGS).write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/m"}))
-    for read in (loading.load_tokenizer, lora.base_of):
-        line = error_of(read, str(folder))
-        assert line.startswith(f"--init_adapter: {folder}: its base model /gone/m is not on this ")
-        assert f"--model_name BASE --init_adapter {folder}" in line
+    for base in ("/gone/m", "./m", "outputs/sft/m", r"C:\models\m"):
+        content = json.dumps(settings | {"base_model_name_or_path": base})
+        (folder / SETTINGS).write_text(content)
+        for read in (loading.load_tokenizer, lora.base_of):
+            line = error_of(read, str(folder))
+            says = f"--init_adapter: {folder}: its base model {base} is not on this machine; use "
+            assert line.startswith(f"{says}--model_name BASE --init_adapter {folder}")
+
+
+def test_names_of_tensors_as_torch_compile_leaves_them_are_one_line(tmp_path):
+    folder = changed(MODEL, tmp_path / "folder", lambda _: None)
+    tensors = {f"_orig_mod.{name}": x for name, x in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    line = error_of(loading.load, folder, "auto", loading.META)
+    assert line.endswith(
+        "; expected less, the files have _orig_mod; rename the tensors in the files"
+    )
+
+
+def test_a_mark_of_unsloth_is_no_revision_of_the_base(tmp_path):
+    folder = Path(shutil.copytree(ADAPTER, tmp_path / "lora"))
+    settings = json.loads((folder / SETTINGS).read_text())
+    for base, revision in (("org/base", "unsloth"), (str(MODEL), "step3000")):
+        more = {"base_model_name_or_path": base, "revision": revision}
+        (folder / SETTINGS).write_text(json.dumps(settings | more))
+        assert lora.base_of(str(folder)) == base
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"init_lora_weights": "pissa_niter_16"}, "began with pissa_niter_16, which changes the b"),
+        ({"init_lora_weights": "loftq"}, "began with loftq, which changes the base model; merge"),
+        ({"lora_parameters": {"rank": 8}, "peft_type": None}, "is an adapter of MLX; merge it w"),
+    ],
+)
+def test_an_adapter_that_needs_another_program_is_one_line(more, says, tmp_path):
+    folder = Path(shutil.copytree(ADAPTER, tmp_path / "lora"))
+    settings = json.loads((folder / SETTINGS).read_text())
+    (folder / SETTINGS).write_text(json.dumps(settings | more))
+    assert says in error_of(lora.adapter_settings, str(folder))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sentencepiece"), reason="sentencepiece is installed")
+def test_a_tokenizer_of_sentencepiece_names_its_library(tmp_path):
+    folder = changed(MODEL, tmp_path / "folder", without("tokenizer.json"))
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    line = error_of(loading.load_tokenizer, str(folder))
+    assert "tokenizer.model needs a library" in line
+    assert line.endswith("; pip install sentencepiece protobuf")
 
 
 def test_a_file_where_a_folder_is_expected(tmp_path):

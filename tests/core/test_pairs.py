@@ -293,6 +293,29 @@ def test_a_thought_that_the_template_drops_is_an_error_or_kept(reply, prompt, tr
     assert notes == {"without all of the generation prompt"}
 
 
+CUT_OFF = [  # reply with a thought, and what was trained of it before an empty thought was added
+    ("{# #}", "<think>\nhm, so", "<think>\nhm, so<|eot|>"),
+    ("<think>\n", "<think>\nhm, so", "hm, so<|eot|>"),
+    ("<think>\n", "<think>\nhm\n</think>\n\n4", "hm\n</think>\n\n4<|eot|>"),
+    ("<think>\n", "hm\n</think>\n\n4", "hm\n</think>\n\n4<|eot|>"),
+]
+
+
+@pytest.mark.parametrize(("opening", "reply", "trained"), CUT_OFF)
+def test_a_reply_with_a_thought_gets_no_empty_one_before_it(opening, reply, trained):
+    """As Qwen3 does it if a thought has no end, and Qwen3.8 for all thoughts within the text."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|h|>{{ m.content }}<|/h|>{% else %}"
+        "<think>\n\n</think>\n\n{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}" + opening + "{% endif %}"
+    tok = chat_tokenizer(template, bos=False)
+    pair, _ = Encoder(tok).encode("f:1", "2+2?", reply, "<think>\n5")
+    assert tok.decode(pair.chosen) == trained
+    pair, _ = Encoder(tok).encode("f:1", "2+2?", "4", "5")  # without a thought it gets one
+    assert tok.decode(pair.prompt + pair.chosen).endswith("<think>\n\n</think>\n\n4<|eot|>")
+
+
 MOVING = (  # in the manner of Mistral: the system text is in the last turn, if that is the user's
     "{% set s = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
     "{% for m in messages %}{% if m.role == 'user' %}[{{ (s if loop.last else '') + m.content }}]"

@@ -1,7 +1,9 @@
 """JSON, JSON Lines and gzip: the records with their places, and errors with file:line."""
 
+import bz2
 import gzip
 import json
+import lzma
 import sys
 
 import pytest
@@ -117,6 +119,24 @@ def test_a_damaged_gzip_file_is_one_line(tmp_path):
         damaged = bytearray(packed)
         damaged[int(place * len(damaged))] ^= 0xFF
         error_of(write(tmp_path, bytes(damaged)))
+
+
+def test_what_is_not_text_is_one_line_that_says_what_it_is(tmp_path):
+    row = GOOD.decode()
+    for raw, says in (
+        (bz2.compress(GOOD), "compressed with bzip2"),
+        (lzma.compress(GOOD), "compressed with xz"),
+        (b"\x28\xb5\x2f\xfd\x04", "compressed with zstd"),
+        (b"PK\x03\x04\x14", "a zip archive or an Excel file"),
+        (row.encode("utf-16"), "UTF-16"),
+        (b"PAR1\x15", "Parquet"),
+    ):
+        assert error_of(write(tmp_path, raw)).startswith(f": is {says} (expected text in UTF-8); ")
+
+
+def test_a_table_may_be_compressed_and_its_name_in_capitals(tmp_path):
+    for name, raw in (("F.CSV", b"a\nx\n"), ("f.tsv.gz", gzip.compress(b"a\tb\nx\ty\n"))):
+        assert read(write(tmp_path, raw, name))[0].data["a"] == "x"
 
 
 def test_text_is_the_string_in_the_field(tmp_path):

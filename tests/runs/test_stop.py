@@ -1,5 +1,6 @@
 """Signals, full disks, NaN and lost ranks: all ranks end together and no written file is lost."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -65,10 +66,12 @@ def test_f3_a_run_stops_before_its_job_ends_as_early_as_its_last_save_needs(tmp_
         outcome = faults.start(2, tmp_path / f"{seconds}", *LORA, fault=fault, env=env)
         assert outcome.codes == [code] * 2, outcome.logs
         assert faults.summary(tmp_path / f"{seconds}")["step"] == step
-        warning = f"warning: a checkpoint took {seconds} s of the 120 after a signal; export "
-        warning += f"DDP_SAVE_SECONDS={4 * seconds}, and write the job script with --lead "
         log = " ".join(outcome.logs[0].split())  # the warning is wrapped
-        assert log.count(f"{warning}{4 * seconds} ") == 1
+        warning = r"warning: a checkpoint took (\d+) s of the 120 after a signal; export "
+        warning += r"DDP_SAVE_SECONDS=(\d+), and write the job script with --lead (\d+) "
+        ((took, *limits),) = re.findall(warning, log)
+        assert seconds <= int(took) < seconds + 100  # a busy machine adds its own
+        assert {abs(int(limit) - 4 * int(took)) <= 4 for limit in limits} == {True}
 
 
 # --- F4, F14: full and read-only disks -----------------------------------------------------------
