@@ -13,7 +13,6 @@ Facts and advice are about the node of rank 0. Exit status: 0 whatever the hardw
 flag, an environment without torch, or processes that cannot connect.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))  # may not be installed
 
-from ddp_utils import UserError, cpus, distributed, policy  # noqa: E402
+from ddp_utils import UserError, cli, cpus, distributed, policy  # noqa: E402
 
 GIB = 2**30
 DRIVER, PCI = "/proc/driver/nvidia", "/sys/bus/pci/devices"  # where Linux lists NVIDIA GPUs
@@ -119,6 +119,9 @@ def warnings_of(facts: dict[str, Any], processes: int) -> Iterator[str]:
         gpu, free, total = f"GPU {device['index']}", device["memory_free_gib"], device["memory_gib"]
         if " MIG " in device["name"]:
             yield f"{gpu} is a MIG slice; NCCL cannot connect slices; to undo it: nvidia-smi -mig 0"
+        if device["bf16"] != facts["devices"][0]["bf16"]:
+            fix = "let CUDA_VISIBLE_DEVICES name GPUs of one kind"
+            yield f"{gpu} and GPU 0: only one of them supports bf16, so a run is an error; {fix}"
         if free < 0.9 * total:
             fix = "stop other programs on it, lower batch_size, or do not use it"
             yield f"{free} of {total} GiB are free on {gpu}; {fix}"
@@ -192,11 +195,11 @@ def plan_of(path: str, world: distributed.World) -> Any:
     import main_distributed as dpo
     import train as sft
     import train_config as sft_settings
-    from ddp_utils import cli, yaml_config
+    from ddp_utils import yaml_config
     from lm import memory_plan
     from lm.chat_template import Encoder
 
-    is_sft = yaml_config.load(path).keys() <= sft_settings.SECTIONS.keys()
+    is_sft = not yaml_config.load(path).keys().isdisjoint(sft_settings.SECTIONS)
     script: Any = sft if is_sft else dpo
     config: Any = (sft_settings if is_sft else dpo_settings).read(["--config", path])
     if config.in_4_bits:
@@ -224,37 +227,54 @@ def plan_of(path: str, world: distributed.World) -> Any:
 # --- main ----------------------------------------------------------------------------------------
 
 
+@dataclass
+class Options:
+    # output
+    json: bool = False  # one JSON object
+    bench: bool = False  # measure compute, copy, all-reduce
+    # does a run fit?
+    plan: str = ""  # YAML file of the run
+    gpus: int | None = None  # number of GPUs; None: those of this machine
+    gpu_memory: float | None = None  # memory of a GPU in GiB; None: that of this machine
+    # errors
+    debug: bool = False  # show a traceback for user errors
+
+
+def read(argv: Sequence[str] | None = None) -> Options:
+    """Return the flags; raise UserError for a wrong one, or for two that exclude each other."""
+    options = cli.parse(Options, argv)
+    cli.check_ranges(options, gpus=cli.ABOVE_0, gpu_memory=cli.ABOVE_0)
+    if options.plan and (options.json or options.bench):
+        raise UserError("--plan: use it without --json and --bench")
+    for name in ("gpus", "gpu_memory"):
+        if getattr(options, name) is not None and not options.plan:
+            raise UserError(f"--{name}: it needs --plan FILE")
+    return options
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--bench", action="store_true", help="measure compute, copy, all-reduce")
-    parser.add_argument("--plan", metavar="config.yaml", help="does a run with this file fit?")
-    parser.add_argument("--gpus", type=int, help="--plan: number of GPUs")
-    parser.add_argument("--gpu_memory", type=float, help="--plan: memory of a GPU in GiB")
-    args = parser.parse_args(argv)
-    if args.plan and (args.json or args.bench):
-        parser.error("--plan: use it without --json and --bench")
-    if (args.gpus or args.gpu_memory) and not args.plan:
-        parser.error("--gpus, --gpu_memory: they need --plan")
+    options = read(argv)
     world = distributed.whoami()
     facts = collect_facts() if world.is_main else {}
-    if args.bench:
+    if options.bench:
         world = distributed.init_process_group(world, timeout_minutes=5)
         facts |= bench(world)
     if not world.is_main:
         return 0
-    if args.plan:
+    if options.plan:
         os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported: no downloads
         from lm import memory_plan
 
-        machine = memory_plan.machine(facts, args.gpus, args.gpu_memory)
-        plan = plan_of(args.plan, distributed.World(world_size=machine[0], local_size=machine[0]))
-        print(*memory_plan.lines(plan, args.plan, *machine), sep="\n")
+        machine = memory_plan.machine(facts, options.gpus, options.gpu_memory)
+        plan = plan_of(
+            options.plan, distributed.World(world_size=machine[0], local_size=machine[0])
+        )
+        print(*memory_plan.lines(plan, options.plan, *machine), sep="\n")
         return 0
     facts |= advise(facts)
-    print(json.dumps(facts, indent=2) if args.json else show(facts))
+    print(json.dumps(facts, indent=2) if options.json else show(facts))
     return 0
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    distributed.run(main, saves=False)

@@ -12,6 +12,7 @@ are in templates/, with places such as @num_nodes@; @project.sh.in@ includes tha
 status: 0 written, 2 wrong input, 4 could not write.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,6 +31,7 @@ import train_config
 from ddp_utils import DISK_ERRORS, UserError, cli, data, user_error
 
 HEADER = b"# Written by scripts/distributed_setup.py"  # other scripts are not overwritten
+SETTINGS = ("zero_optimization", "fsdp_sharding_strategy")  # a key of each JSON file of ours
 AURORA = "aurora"  # name of the system in PBS
 # What a directive may contain: sbatch and qsub split it at blanks and line breaks, even in quotes.
 PLAIN = re.compile(r"(?!-)[A-Za-z0-9_.,:/=%@+-]{1,200}")
@@ -73,7 +75,7 @@ class Fsdp(Common):
 class Run(Common):
     # the program
     script: str = "src/train.py"  # file in this project, also a copy; or dpo_inv.run_dpo_ddp
-    config: str = "config.yaml"  # settings of src/train.py
+    config: str = "config.yaml"  # settings of src/train.py; of other scripts if it is given
     flags: str = ""  # more flags of the script: --flags="--seed 1 --beta 0.3"
     num_nodes: int = 1  # machines
     num_gpus_per_node: int = 4  # processes per node, one per GPU
@@ -192,6 +194,7 @@ def launcher(options: Launcher) -> str:
 def slurm(options: Slurm) -> str:
     """Return the job script for sbatch."""
     command = command_of(options)
+    cli.check_ranges(options, lead=("<= 65535, which sbatch allows", lambda x: x <= 65535))
     bash = "/bin/bash -l" if options.modules else "/bin/bash"  # -l: a login shell has `module`
     return filled("slurm.sh.in", options, command=command, bash=bash, **job(options, "nccl"))
 
@@ -205,11 +208,11 @@ def pbs(options: Pbs) -> str:
             place = f"--{name}: {getattr(Pbs, name)} is Aurora's"
             require(is_own, f"{place}; with --system {options.system!r}, use your own, or ''")
         is_own = options.system or options.num_gpus_per_node != Pbs.num_gpus_per_node
-        fix = "set the number of GPUs of a node"
+        fix = "set the number of GPUs of a node (for 12 of them, use --system NAME)"
         require(is_own, f"--num_gpus_per_node: 12 is Aurora's; with --system '', {fix}")
     places = job(options, "oneccl" if options.system == AURORA else "nccl")
     minutes = (seconds(options.time_limit) - int(places["lead"])) / 60
-    command = f"{command_of(options)} --stop_after_minutes={minutes:g}"
+    command = command_of(options, f"--stop_after_minutes={minutes:g}")
     places["limit"] = str(seconds(options.time_limit))
     gpus = options.num_gpus_per_node
     memory = f"{gpus * int(options.mem_per_gpu[:-1])}{options.mem_per_gpu[-1].lower()}b"
@@ -250,8 +253,11 @@ def filled(name: str, options: Run, **places: str) -> str:
     return "".join(lines)
 
 
-def command_of(options: Run) -> str:
-    """Return the script and its flags, quoted; its settings must be valid."""
+def command_of(options: Run, stop_flag: str = "") -> str:
+    """Return the script and its flags, quoted; its settings must be valid.
+
+    stop_flag: --stop_after_minutes of a job, for scripts that have this setting.
+    """
     check_plain(options, "script")
     file = data.ROOT / "src" / (options.script.replace(".", "/") + ".py")
     if options.script.endswith(".py"):
@@ -260,8 +266,10 @@ def command_of(options: Run) -> str:
     problem = f"{options.script[:60]!r}: no such file ({expected})"
     require(file.is_file() and not options.script.startswith("/"), f"--script: {problem}")
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
-    flags = []
-    if options.script == "src/train.py":
+    flags = [] if options.config == Run.config else [f"--config={options.config}"]
+    code = file.read_text("utf-8")
+    if re.search("(?m)^import train_config", code):  # src/train.py, or a copy
+        flags = [f"--config={options.config}"]
         flags = [f"--config={options.config}"]
         if options.use_deepspeed:
             note_missing_deepspeed()
@@ -275,6 +283,13 @@ def command_of(options: Run) -> str:
         flags += shlex.split(options.flags)
     except ValueError as error:
         raise UserError(f"--flags: {error}; quote it as in a shell") from None
+    if stop_flag and "cli.check_flags(" in code:
+        try:
+            check_flags(options.script, file, [stop_flag, *flags])
+            flags = [stop_flag, *flags]  # the user's own flag counts
+        except UserError as error:
+            if "stop_after_minutes" not in str(error):
+                raise
     check_flags(options.script, file, flags)
     program = f'"$project/{options.script}"' if "/" in options.script else f"-m {options.script}"
     return f"{program} {shlex.join(flags)}".rstrip()
@@ -296,7 +311,10 @@ def check_flags(script: str, file: Path, flags: list[str]) -> None:
     command = ["env", *variables, sys.executable, *words, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"--flags: {done.stderr.strip().removeprefix('error: ')}")
+        line = [*done.stderr.strip().splitlines(), f"status {done.returncode}"][
+            -2
+        ]  # of a traceback
+        raise UserError(f"--flags: {line.removeprefix('error: ')}")
 
 
 def check_plain(options: Run, *names: str) -> None:
@@ -322,7 +340,12 @@ def seconds(text: str) -> int:
 # --- main ----------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, tuple] = {  # flags, function, the guide's file name, how to use the file
-    "deepspeed": (DeepSpeed, deepspeed, "config/ds_config.json", "src/train.py --deepspeed {}"),
+    "deepspeed": (
+        DeepSpeed,
+        deepspeed,
+        "config/ds_config.json",
+        "python src/train.py --deepspeed {}",
+    ),
     "fsdp": (Fsdp, fsdp, "config/fsdp_config.json", "fsdp_config: {} in the YAML file"),
     "launcher": (Launcher, launcher, "", "bash {}"),
     "slurm": (Slurm, slurm, "scripts/slurm_job.sh", "sbatch {}"),
@@ -330,13 +353,24 @@ COMMANDS: dict[str, tuple] = {  # flags, function, the guide's file name, how to
 }
 
 
+def is_settings(content: bytes) -> bool:
+    """Return whether the content of a file is settings of DeepSpeed or FSDP."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(content)
+        return isinstance(values, dict) and not values.keys().isdisjoint(SETTINGS)
+    return False
+
+
 def write(path: str, text: str, force: bool) -> None:
     """Write a complete file; do not overwrite files of other programs, unless forced."""
     file, is_script = Path(path).expanduser(), text.startswith("#!")
     location = f"--output: {path[:80]}"
     try:
+        if file.exists():
+            require(file.is_file() or file.is_dir(), f"{location} is no regular file; use another")
+            file = file.resolve()  # what a link leads to is written
         old = file.read_bytes().lstrip() if file.exists() and not force else b""
-        is_ours = HEADER in old[:200] if is_script else old[:1] == b"{"
+        is_ours = HEADER in old[:200] if is_script else is_settings(old)
         message = "was not written by this program; use another name, or --force"
         require(not old or is_ours, f"{location} {message}")
         with data.write_file(file) as temporary:

@@ -12,39 +12,56 @@ if [ "${PBS_ENVIRONMENT:-}" = PBS_BATCH ] && [ . -ef "${PBS_JOBDIR:-$HOME}" ]; t
   cd "${PBS_O_WORKDIR:?}" || exit
 fi
 
-# Use the active environment if it has torch (module, conda, venv), otherwise .venv, created once.
-# Old packages in the active environment are an error.
+# Use the active environment if it has torch (module, conda, venv), otherwise .venv, which is created
+# unless it has torch. Old or absent packages beside torch are an error.
 use_environment() {
   local status=0
-  python - "$root/requirements.txt" >&2 2>/dev/null <<'PYTHON' || status=$?
+  check_packages python || status=$?
+  [ "$status" -ne 2 ] || exit 2
+  if [ "$status" -ne 0 ]; then
+    # this file is there until the packages are installed
+    [ ! -e "$root/.venv/unfinished" ] && check_packages "$root/.venv/bin/python" && status=0
+    status=$?
+    [ "$status" -ne 2 ] || exit 2
+    [ "$status" -eq 0 ] || make_environment
+    export PATH="$root/.venv/bin:$PATH"
+  fi
+  # The environment need not have this project installed, or may have another copy of it.
+  export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Return 0 if an interpreter has the packages of requirements.txt, 1 if it has no torch, and 2 after a
+# line about a package that is absent or too old.
+check_packages() {
+  "$1" - "$root/requirements.txt" "$1" >&2 2>/dev/null <<'PYTHON'
 import importlib.util
 import re
 import sys
 from importlib import metadata
 
-for name, oldest in re.findall(r"(?m)^([\w-]+)>=([\d.]+)", open(sys.argv[1]).read()):
-    if name == "torch" and not importlib.util.find_spec(name):
-        sys.exit(1)
+if not importlib.util.find_spec("torch"):
+    sys.exit(1)
+if sys.version_info < (3, 10):
+    print("error: Python %d.%d: 3.10 or newer is needed; activate another environment"
+          % sys.version_info[:2])
+    sys.exit(2)
+for name, oldest in re.findall(r"(?m)^([\w.-]+)(?:>=([\d.]+))?", open(sys.argv[1]).read()):
+    if name == "-e":
+        continue
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        if importlib.util.find_spec(name):  # a module may provide torch without its metadata
+        if importlib.util.find_spec(name.partition(".")[0]):  # a module may have no metadata
             continue
         version = "none"
-    wanted = [int(number) for number in oldest.split(".")]
+    wanted = [int(number) for number in (oldest or "0").split(".")]
     installed = [int(number) for number in re.findall(r"\d+", version)]
     if installed[: len(wanted)] < wanted:
-        print(f"error: {name}: {version} is installed, {oldest} or newer is needed; "
-              f"python -m pip install '{name}>={oldest}'")
+        needed = f"{oldest} or newer is needed" if oldest else "it is needed"
+        fix = f"'{name}>={oldest}'" if oldest else name
+        print(f"error: {name}: {version} is installed, {needed}; {sys.argv[2]} -m pip install {fix}")
         sys.exit(2)
 PYTHON
-  [ "$status" -ne 2 ] || exit 2
-  if [ "$status" -ne 0 ]; then
-    [ -f "$root/.venv/ready" ] || make_environment
-    export PATH="$root/.venv/bin:$PATH"
-  fi
-  # The environment need not have this project installed, or may have another copy of it.
-  export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # Create .venv with the tested versions. Without an NVIDIA driver, which the CUDA build of PyTorch
@@ -65,10 +82,11 @@ make_environment() {
     fi
   fi
   echo "setting up $root/.venv (once) with $build"
+  mkdir -p "$root/.venv" && touch "$root/.venv/unfinished"
   python3 -m venv "$root/.venv" || fail "$root/.venv: needs $needs; or activate another one"
   (cd "$root" && .venv/bin/pip install -q "${options[@]}") || # `-e .` is relative
     fail "pip install -r requirements.txt: see above; or activate an environment with torch"
-  touch "$root/.venv/ready"
+  rm "$root/.venv/unfinished"
 }
 
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; }

@@ -55,7 +55,12 @@ def find_gguf() -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the model; return 0."""
     config = cli.parse(Config, argv)
-    checkpoints.check_writable("--output", Path(config.output))
+    output = Path(config.output)
+    card = output / "README.md"
+    is_ours = card.is_file() and card.read_text("utf-8") == CARD  # an earlier result is replaced
+    if any(output.glob("*")) and not is_ours:
+        raise UserError(f"--output: {output} is not empty; use another folder")
+    checkpoints.check_writable("--output", output)
     file = find_gguf()
     tokenizer = AutoTokenizer.from_pretrained(
         file.parent, gguf_file=file.name, trust_remote_code=False
@@ -74,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ends = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": tokenizer.bos_token_id}
     model.generation_config = GenerationConfig(**ends)
-    with data.write_folder(Path(config.output)) as folder:
+    with data.write_folder(output) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(CARD, "utf-8")
@@ -83,4 +88,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    distributed.run(main, saves=False)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import config as dpo
 from ddp_utils import UserError, cli
 from lm import settings
+
+# settings of DPO that this script had; others that it lacks have another name here
+OF_DPO = {"method", "beta", "reference_model", "label_smoothing", "lambda_dpop", "lambda_shift"}
+OF_DPO |= {"simpo_gamma", "sft_weight", "length_average", "judge"}
 
 
 @dataclass
@@ -155,7 +158,7 @@ def read(argv: Sequence[str] | None = None) -> Config:
     except UserError as error:
         problem = "is not a setting|'dpo' is not|invalid choice: 'dpo'"
         of_dpo = re.match(rf"(.*?(\w+)):? ({problem})", str(error))
-        if not of_dpo or not (hasattr(dpo.Config, of_dpo[2]) or "'dpo'" in of_dpo[3]):
+        if not of_dpo or not (of_dpo[2] in OF_DPO or "'dpo'" in of_dpo[3]):
             raise
         new = "src/main_distributed.py --strategy ddp, fsdp or deepspeed"
         raise UserError(f"{of_dpo[1]}: DPO is another script; use {new}") from error

@@ -455,12 +455,14 @@ warnings: list[str] = []  # of this script
 _signals: list[int] = []  # each SIGTERM and SIGUSR1 that this process has received
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
+def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
     """Run a script's main() and end this process with its exit status.
 
     A UserError is printed as one line, any other exception with its traceback, by the rank that
     fails first. The process ends with os._exit: threads of gloo may abort the interpreter while it
     shuts down, after all work is done (torch 2.13, Python 3.11).
+
+    saves: SIGTERM and SIGUSR1 ask main() to save and end. Other programs they end at once.
     """
     global _launcher_pid, _world
     code = 1
@@ -469,7 +471,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     gc.freeze()  # what the imports created lives to the end, so no collection need look at it
     gc.enable()
     try:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1) if saves else ():
             signal.signal(number, lambda number, _frame: _signals.append(number))
         with contextlib.suppress(UserError):  # main() raises it, unless it needs no other rank
             _world = whoami()

@@ -7,6 +7,7 @@ are in bytes. If a case is simplified, the result is an upper bound.
 
 import copy
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -299,7 +300,11 @@ def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iter
     path: of the plan's YAML file; the other arguments: what machine() returns.
     """
     config, precision, rows, micro = plan[:4]
-    longest = sorted(rows, key=lambda row: -row.num_forward_tokens(shared=True))
+    is_padded = vars(config).get("layout") == "separate"  # a batch is as long as its longest row
+    size_of: Callable[[Any], int] = operator.methodcaller("num_forward_tokens", shared=True)
+    if is_padded:
+        size_of = operator.attrgetter("num_tokens")
+    longest = sorted(rows, key=size_of, reverse=True)
     name = config.model_name
     while model_files.is_adapter(name, needs_weights=False):
         from lm import lora
@@ -334,7 +339,7 @@ def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iter
 
     yield f"plan      {path}: {config.model_name}, {config.fine_tuning}"
     yield f"on        {ranks} x GPU with {memory / GIB:.1f} GiB, 0.50 of it in use"
-    yield f"rows      {len(rows)}, the longest {longest[0].num_tokens} tokens"
+    yield f"rows      {len(rows)}, the longest {max(row.num_tokens for row in rows)} tokens"
     yield HEAD
     for name in STRATEGIES:
         parts = share(need_of(micro), name, ranks)

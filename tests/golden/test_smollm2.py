@@ -57,6 +57,13 @@ def test_a_missing_package_costs_one_line(missing, named, tmp_path, monkeypatch)
     assert "\n" not in line and not (tmp_path / "out").exists()
 
 
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="is not empty; use another folder"):
+        get_smollm2.main(["--output", str(tmp_path)])
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
 @needs_packages
 def test_the_converted_model_is_whole(model):
     """A wrong order of weights would not name a capital; the number is that of the original."""

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,30 @@ def test_the_environment_is_made_from_any_folder(driver, index, tmp_path):
     made = f"made:install -q -r requirements.txt -c constraints.txt{options}"
     printed = done.stdout.splitlines()
     assert (done.returncode, printed) == (0, [*lines, setting_up, made]), done.stderr
+
+
+def test_an_environment_that_the_user_has_made_is_not_changed(tmp_path):
+    """As the README describes it; the active one has no torch."""
+    script = tmp_path / "scripts/environment.sh"
+    script.parent.mkdir()
+    script.symlink_to(ROOT / "scripts/environment.sh")
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name, text in {
+        "python": "exit 1",
+        ".venv/bin/python": f'exec {sys.executable} "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["bash", "-euc", f". '{script}'; use_environment; command -v python"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/.venv/bin/python\n"), done.stderr
+    (tmp_path / "requirements.txt").write_text("torch>=2.10  # training\nno-such.package\n-e .\n")
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    problem = "error: no-such.package: none is installed, it is needed"
+    fix = f"{tmp_path}/.venv/bin/python -m pip install no-such.package"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{problem}; {fix}\n")
 
 
 def test_an_old_package_in_the_active_environment_costs_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace as Fake
@@ -12,6 +13,7 @@ import torch
 
 import check_gpu
 from conftest import LIMIT, ROOT
+from ddp_utils import UserError
 from ddp_utils.distributed import World
 
 GIB = 2**30
@@ -127,6 +129,11 @@ WARNINGS = [  # GPUs, other facts -> the beginning of the only warning, or none
     ([H100], {"shm_free_gib": 0.06}, None),  # one process needs no shared memory
     ([H100, FREE], {}, None),
     ([H100, BUSY], {}, "71.9 of 80.0 GiB are free on GPU 1; stop other programs on it, lower"),
+    (
+        [A100, T4],
+        {},
+        "GPU 1 and GPU 0: only one of them supports bf16, so a run is an error; let C",
+    ),
     ([SLICE], {}, "GPU 0 is a MIG slice; NCCL cannot connect slices; to undo it: nvidia-smi"),
 ]
 
@@ -138,6 +145,30 @@ def test_a_problem_of_the_machine_is_a_warning(gpus, facts, warning, machine):
         assert warnings == []
     else:
         assert len(warnings) == 1 and warnings[0].startswith(warning)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--plan x.yaml --gpus -3", "--gpus: -3 is out of range (expected > 0)"),
+        ("--plan x.yaml --gpu_memory 0", "--gpu_memory: 0.0 is out of range (expected > 0)"),
+        ("--plan x.yaml --gpu_memory nan", "--gpu_memory: nan is not a valid float"),
+        ("--gpus 2", "--gpus: it needs --plan FILE"),
+        ("--plan x.yaml --json", "--plan: use it without --json and --bench"),
+        ("--foo", "--foo is not a setting; expected one of --json, --bench"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(words, line):
+    with pytest.raises(UserError) as caught:
+        check_gpu.read(words.split())
+    assert str(caught.value).startswith(line)
+
+
+def test_a_signal_ends_a_program_that_saves_nothing():
+    code = "import os, signal, sys; sys.path.insert(0, 'src'); from ddp_utils import distributed; "
+    code += "distributed.run(lambda: os.kill(os.getpid(), signal.SIGTERM), saves=SAVES)"
+    for saves, status in ((False, -signal.SIGTERM), (True, 0)):
+        assert run("-c", code.replace("SAVES", str(saves))).returncode == status
 
 
 def test_only_settings_of_the_libraries_are_shown(machine):

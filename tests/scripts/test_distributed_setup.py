@@ -367,9 +367,10 @@ def test_it_says_if_deepspeed_is_missing(is_installed, monkeypatch, capsys):
     ],
 )
 def test_any_script_can_be_started_with_its_flags(command, script, program):
-    words = ["--output=job", "--config=nowhere", "--flags=--beta 1 --train_data='a b'"]
+    words = ["--output=job", "--flags=--beta 1 --train_data='a b'"]
     make(f"{command} --script {script}", *words)
-    assert f"{program} --beta 1 '--train_data=a b'" in Path("job").read_text()
+    limit = "--stop_after_minutes=2875 " * (command == "pbs")
+    assert f"{program} {limit}--beta 1 '--train_data=a b'" in Path("job").read_text()
 
 
 def test_own_files_are_overwritten_and_those_of_others_only_with_force(capsys):
@@ -386,6 +387,44 @@ def test_own_files_are_overwritten_and_those_of_others_only_with_force(capsys):
     assert "srun" in Path("job").read_text()
     Path("empty").touch()
     make("slurm --output empty")
+
+
+def test_data_of_the_user_are_not_settings_and_links_stay(capsys):
+    Path("mine.jsonl").write_text('{"prompt": "q"}\n{"prompt": "r"}\n')
+    Path("other.json").write_text('{"a": 1}')
+    for name in ("mine.jsonl", "other.json"):
+        with pytest.raises(UserError, match="was not written by this program; use another name"):
+            setup.main(["deepspeed", "--output", name])
+    with pytest.raises(UserError, match="--output: /dev/null is no regular file; use another"):
+        setup.main(["fsdp", "--output", "/dev/null", "--force"])
+    make("fsdp --output there.json")
+    Path("link.json").symlink_to("there.json")
+    make("fsdp --output link.json --mixed_precision NO")
+    assert Path("link.json").is_symlink() and '"NO"' in Path("there.json").read_text()
+
+
+def test_a_settings_file_is_that_of_any_script(monkeypatch):
+    Path("dpo.yaml").write_text("beta: 0.3\n")
+    make("launcher --script src/main_distributed.py --config dpo.yaml --output a.sh")
+    assert '/src/main_distributed.py" --config=dpo.yaml' in Path("a.sh").read_text()
+    with pytest.raises(UserError, match="--flags: nowhere.yaml: no such file"):
+        setup.main(["slurm", "--script", "src/main_distributed.py", "--config", "nowhere.yaml"])
+    copy = ROOT / "src/copy_of_train.py"
+    copy.write_text((ROOT / "src/train.py").read_text())
+    try:
+        make("launcher --script src/copy_of_train.py --use_deepspeed --output b.sh")
+    finally:
+        copy.unlink()
+    words = "--config=config.yaml --deepspeed=config/ds_config.json"
+    assert f'/src/copy_of_train.py" {words}' in Path("b.sh").read_text()
+
+
+def test_a_limit_of_the_user_replaces_that_of_a_job():
+    make("pbs --output a.sh --flags='--stop_after_minutes 10' --script src/main_distributed.py")
+    line = Path("a.sh").read_text().splitlines()[-1]
+    assert line.endswith(" --stop_after_minutes=2875 --stop_after_minutes 10")
+    make("pbs --output b.sh --script dpo_inv.evaluate --flags='--data_path x --max_rows 2'")
+    assert "--stop_after_minutes" not in Path("b.sh").read_text()
 
 
 def test_a_file_is_complete_or_unchanged(monkeypatch):

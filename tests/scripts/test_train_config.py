@@ -100,6 +100,7 @@ MISTAKES = [  # YAML, and the error; mistakes in a flat file: tests/core/corpus/
     ("training:\n  seed: 1\n  micro_batch_size: 0", ":3: training.micro_batch_size: 0 is out"),
     ("output:\n  output_dir: ''", ":2: output.output_dir: '' is out of range (expected a fol"),
     ("training:\n  method: hinge", ":2: training.method: DPO is another script; use src/main_dis"),
+    ("training:\n  batch_size: 8", ":2: training.batch_size is not a setting; "),
     ("training:\n  objective: dpo", ":2: training.objective: DPO is another script; use src/main"),
     ("dataset:\n  columns: a", ":2: dataset.columns: 'a' is out of range (expected pairs such"),
     ("model: {base_dtype: bf16}\nfine_tuning: {type: full}", ":1: model.base_dtype: full fi"),

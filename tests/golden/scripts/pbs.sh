@@ -47,4 +47,4 @@ MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
 WORLD_SIZE=$(($(sort -u "$PBS_NODEFILE" | wc -l) * 12))
 LOCAL_WORLD_SIZE=12
 export MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE
-exec mpiexec -n "$WORLD_SIZE" -ppn 12 --hostfile "$PBS_NODEFILE" python "$project/src/train.py" --config=config.yaml --stop_after_minutes=2875
+exec mpiexec -n "$WORLD_SIZE" -ppn 12 --hostfile "$PBS_NODEFILE" python "$project/src/train.py" --stop_after_minutes=2875 --config=config.yaml
