@@ -17,8 +17,8 @@ class Config:
     # most used settings
     model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
     train_data: str = "data/demo/preferences_train.jsonl"  # preference pairs; see docs/data.md
-    val_data: str = ""  # validation pairs; empty: 5 % of the prompts in train_data
-    test_data: str = ""  # test pairs; empty: 10 % of the prompts in train_data
+    val_data: str = ""  # validation pairs; without both of these: 5 % of the prompts in train_data
+    test_data: str = ""  # test pairs; without both of these: 10 % of the prompts in train_data
     result_dir: str = "results/dpo"  # folder for metrics, plots, example replies and checkpoints
     method: cli.Method = "dpo"  # loss function; see docs/dpo.md
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
@@ -71,7 +71,7 @@ class Config:
     # example replies before and after training
     num_samples: int | None = None  # prompts per split; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
-    sample_batch_size: int | None = None  # replies per forward pass; None: 64, or as fit into 1 GiB
+    sample_batch_size: int | None = None  # replies per forward pass; None: up to 64, by memory
     temperature: float = 0.7  # sampling temperature; 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
     judge: str = ""  # file.py:function that maps (prompt, response) to a score or {name: score}

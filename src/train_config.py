@@ -80,7 +80,7 @@ class Distributed:
     use_fsdp: bool = False  # shard with FSDP2, according to fsdp_config
     fsdp_config: str = ""  # JSON file from scripts/distributed_setup.py fsdp; empty: FULL_SHARD
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
-    bucket_mb: float = 25.0  # DDP: size of a gradient bucket in MB
+    bucket_mb: float = 25.0  # DDP: size of a gradient bucket in MiB
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: gradients in transfer
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation

@@ -158,7 +158,9 @@ def pair_losses(
     """Score B pairs; return their losses [B] and metrics, name -> [B].
 
     The loss includes the SFT term: sft_weight times the negative log-likelihood per token of the
-    chosen response (rpo_alpha of TRL). ref_logps: log-probs of the reference, [B, 2].
+    chosen response (as rpo_alpha of TRL, which averages over all tokens of a batch).
+
+    ref_logps: log-probs of the reference, [B, 2].
     """
     chosen, rejected = scorer(batch)  # [B], [B]
     logps = LogPs(chosen, rejected, *ref_logps.unbind(-1), *batch.tokens)

@@ -7,13 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ddp_utils import UserError
+from ddp_utils import UserError, cli, data
 from ddp_utils.terminal import METRICS, Metric
+
+matplotlib.rcParams["text.parse_math"] = False  # a $ in a name is a $
 
 
 class Panel(NamedTuple):
@@ -64,11 +67,22 @@ def read_metrics(folder: str | Path) -> list[dict]:
     return lines
 
 
+def panels_of(folder: Path) -> dict[str, Panel]:
+    """Return the pictures of a run; the rewards of some methods are not relative to a reference."""
+    method = ""
+    with contextlib.suppress(UserError):
+        method = data.read_json(folder / "config.json").get("method", "")
+    if method not in cli.REFERENCE_FREE:
+        return FIGURES
+    rewards = Panel(FIGURES["rewards"].metrics, "Rewards: beta x log-prob per token")
+    return FIGURES | {"rewards": rewards, "margins": Panel(FIGURES["margins"].metrics)}
+
+
 def draw(folder: Path) -> None:
     """Draw the curves of a run as PNG files in its folder."""
     lines = read_metrics(folder)
     present = {""}.union(*lines)
-    for name, panel in FIGURES.items():
+    for name, panel in panels_of(folder).items():
         figure = Figure(figsize=(4.8, 3.6), layout="constrained")  # readable on a phone
         axis = figure.subplots()
         metrics = [metric for metric in panel.metrics if metric in present]
@@ -141,7 +155,9 @@ def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
             parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
             values = [sum(part) / len(part) for part in parts]
         if rows:
-            axis.plot(steps, values, color=color, **style)
+            (curve,) = axis.plot(steps, values, color=color, **style)
+            if len(rows) == 1 and split == "train":
+                curve.set_marker(".")
         for row in rows:
             low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
             if low is not None and high is not None:

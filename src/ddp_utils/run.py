@@ -331,11 +331,14 @@ class Run:
             values = evaluate()
             self.results["before" if step == 0 < self.steps else "val"] = values
             self.log(step, values, "val")
+            self.write_summary("running", 0)  # for the report of a run that is killed
 
     def write_json(self, name: str, content: Any) -> None:
         """Write plain data to a file of the run folder, on rank 0."""
         if self.world.is_main:
-            text = without_users(json.dumps(content, indent=2))
+            text = json.dumps(content, indent=2)
+            if name != "examples.json":  # prompts and replies are not changed
+                text = without_users(text)
             data.write_text(self.folder / name, text + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -383,7 +386,10 @@ class Run:
                 self.results.pop("best", None)
             self.start -= manifest["seconds"]
             self.save_seconds = manifest.get("save_seconds", 0.0)
-            self.bar.begin("", self.steps, self.done, time.perf_counter() - self.start)
+            self.write_summary("running", 0)
+        # the time of scoring and sampling is none of the first step
+        seconds = time.perf_counter() - self.start if self.done else 0.0
+        self.bar.begin("", self.steps, self.done, seconds)
         return self.done
 
     def _load(self, step: int) -> dict[str, Any]:
@@ -473,6 +479,7 @@ class Run:
         if self.world.is_main:
             keep = self.config.keep_checkpoints
             checkpoints.remove_old(self.checkpoints, keep, self.step, self.best)
+        self.write_summary("running", 0)
         self.saved = self.step
         self.saved_at = time.perf_counter()
         self.save_seconds = self.saved_at - start
@@ -735,4 +742,5 @@ def write_report(folder: Path, is_complete: bool, say: Callable[[str], None]) ->
         for line in printed if is_complete else ():
             say(line.rstrip("\n").replace(str(folder.resolve()), str(folder)))
         _, errors = process.communicate()
-    return errors.strip()[-200:] if process.returncode else ""
+    status = process.returncode  # negative for the number of a signal, which leaves no message
+    return errors.strip()[-200:] or f"it ended with status {status}" if status else ""

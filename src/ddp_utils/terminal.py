@@ -103,7 +103,8 @@ class Bar:
     def reach(self, step: int, text: str = "") -> None:
         """Move the bar of the full run to a step; the bar of a part stays."""
         if self.is_of_run:
-            self.now.set_postfix_str(text, refresh=False)
+            if text:
+                self.now.set_postfix_str(text, refresh=False)
             self.now.update(step - self.now.n)
 
     def say(self, line: str) -> None:

@@ -39,8 +39,8 @@ DESIGN_TEMPERATURE = 0.1
 MIN_MUTANTS = 5  # with a ddG, for a rank correlation within a protein
 LABELS = {  # measure -> its name on the terminal
     "own": "Preferred likelier than unpreferred",
-    "spearman": "Spearman with ddG, all mutants",
-    "spearman_per_protein": "Spearman with ddG, mean of proteins",
+    "spearman": "Spearman with stability, all mutants",
+    "spearman_per_protein": "Spearman with stability, mean of proteins",
     "natives/nll": "Natives: negative log-likelihood",
     "natives/recovery": "Natives: recovery by designs",
     "natives/diversity": "Natives: diversity of designs",

@@ -13,7 +13,8 @@ KT = 0.593  # kcal/mol at 298 K
 def ddg(gaps: Tensor, margins: Tensor, signs: Tensor) -> Tensor:
     """Return (kT (log p(preferred) - log p(unpreferred)) - margin)^2 in (kcal/mol)^2, [B].
 
-    By Boltzmann's law the log-odds of a mutation are its ddG in units of kT. There is no reference.
+    By Boltzmann's law the log-odds of a mutation are the stability that it adds, in units of kT.
+    There is no reference.
 
     gaps: log p(preferred) - log p(unpreferred), [B]; margins: [B].
     """

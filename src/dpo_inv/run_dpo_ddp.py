@@ -196,9 +196,10 @@ def validate(
 def begin_epoch(step: int, plan: sampler.Plan, run: Run) -> None:
     """Print the number of the epoch that `step` belongs to, and start its progress bar."""
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    epochs = math.ceil(max(plan.num_epochs, plan.epoch(plan.steps)))
+    epochs = math.ceil(plan.epoch(plan.steps))
     run.say(f"\nEpoch {epoch + 1}/{epochs}")
-    run.bar.begin("Training", plan.steps_per_epoch, step_of_epoch)
+    left = plan.steps - epoch * plan.steps_per_epoch  # fewer with --max_steps
+    run.bar.begin("Training", min(plan.steps_per_epoch, left), step_of_epoch)
 
 
 def write_epoch(

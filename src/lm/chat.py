@@ -11,6 +11,7 @@ from lm import settings as commands
 if __name__ == "__main__":
     cli.check_flags(commands.read_chat)  # --help and mistakes end here, before torch is imported
 
+import io
 import sys
 import time
 from typing import Any
@@ -149,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder)
     sampling.choose_way(scorer, [hello], spec.max_new_tokens, world)  # before someone waits
     print("> ", end="", flush=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is not UTF-8 ends no conversation
     for number, line in enumerate(sys.stdin):
         if not (has_history and line.strip()):
             messages = [*first]

@@ -41,7 +41,7 @@ ADDED = re.compile(
 def inherit_config(config: Any, init_adapter: str) -> None:
     """Set lora_r, lora_alpha and lora_targets of `config` to those of an existing adapter.
 
-    Raises UserError if they were set to other values, or if there is no such LoRA.
+    Raises UserError if they have other values than these and the defaults, or without such a LoRA.
     """
     adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
@@ -389,7 +389,7 @@ def with_adapter(model: Model, path: Name, dropout: float = 0.0) -> Any:
     missing = expected.keys() - tensors.keys()
     theirs = {ours: name for name, ours in names.items()}
     unexpected = [theirs.get(name, name) for name in tensors.keys() - allowed.keys()]
-    base = settings.base_model_name_or_path or "that it was trained on"
+    base = read_settings(path).get("base_model_name_or_path") or "that it was trained on"
     advice = f"use the base model {base}, and the adapter_config.json that was saved with it"
     model_files.check_complete(place, missing, unexpected, misshapen, advice)
     warn(path, [f"{name} is read as {ours}" for name, ours in names.items() if name != ours][:1])

@@ -108,8 +108,9 @@ Measured on {}.
 
 `python tests/gpu/hour.py` runs these benchmarks on one NVIDIA GPU with 80 GB. It writes this page
 and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the flag that
-selects benchmarks. A second run measures only missing benchmarks. For tokens/s, MFU and peak
-memory, see [metrics](../results/README.md#metrics). Loss differences are the largest of all steps.
+selects benchmarks. A second run measures only failed and missing benchmarks. For tokens/s, MFU and
+peak memory, see [metrics](../results/README.md#metrics). Loss differences are the largest of all
+steps.
 """
 NOTES = {  # below the title of a piece
     "attention": """

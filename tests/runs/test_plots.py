@@ -50,6 +50,25 @@ def legend_of(figure):
     return [entry.get_text() for entry in figure.legends[0].get_texts()]
 
 
+def test_rewards_without_a_reference_have_another_title_and_no_line(tmp_path, no_pixels):
+    (tmp_path / "config.json").write_text('{"method": "simpo"}')
+    plots.draw(folder_with(tmp_path, RUN))
+    [axis] = no_pixels["rewards.png"].axes
+    assert axis.get_title() == "Rewards: beta x log-prob per token"
+    assert not any("reference" in entry for entry in legend_of(no_pixels["margins.png"]))
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    rows = [{"split": "train", "step": step, "costs $5_$ or 50 %": 1.0} for step in (1, 2)]
+    plots.draw_others(tmp_path, rows)  # with its pixels
+    assert (tmp_path / "others.png").stat().st_size > 1000
+
+
+def test_one_step_is_a_point(tmp_path, no_pixels):
+    plots.draw(folder_with(tmp_path, [line("train", 1)]))
+    assert no_pixels["loss.png"].axes[0].lines[-1].get_marker() == "."
+
+
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, no_pixels):
     own = [{"split": "train", "step": step, "my_metric": 2.0 * step} for step in (1, 2)]
     plots.draw(folder_with(tmp_path, [*RUN, *own]))

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ddp_utils import Stop, cli, distributed, losses, metrics, plots, run
 from ddp_utils.policy import Precision
 from ddp_utils.tools import changes, report
 from dpo_inv import pairs
-from lm import models, parallel, preference_data, sampling
+from lm import model_files, models, parallel, preference_data, sampling
 from reports import HOSTILE, a_run, page_of, put
 
 
@@ -259,7 +260,43 @@ def test_the_command_makes_it_again(tmp_path, capsys):
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000  # the curves, too
     with pytest.raises(SystemExit, match="2"):
         report.main(["nowhere"])
-    assert capsys.readouterr().err.startswith("error: nowhere: no metrics.jsonl in this folder")
+    assert capsys.readouterr().err == "error: nowhere: no summary.json (expected a run folder)\n"
+
+
+def test_a_report_that_a_signal_ends_is_a_warning(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(run.sys, "executable", str(program))
+    assert run.write_report(tmp_path, True, print) == "it ended with status -9"
+
+
+def test_a_model_folder_is_relative_to_where_the_run_was_started(tmp_path):
+    settings = {"result_dir": "run", "output_dir": "own"}
+    folder = put(tmp_path / "run", config=settings, environment={"directory": str(tmp_path)})
+    put(tmp_path / "own", adapter_config={})
+    put(folder, summary={"status": "finished"})
+    assert report.find_model(folder, report.read_run(folder)).path == tmp_path / "own"
+    assert model_files.model_folder("folder", str(folder)) == tmp_path / "own"
+
+
+def test_examples_are_written_as_they_are(tmp_path):
+    reply = "git clone ssh://git@github.com/a/b.git"
+    one = SimpleNamespace(world=SimpleNamespace(is_main=True), folder=tmp_path)
+    for name, user in (("examples.json", "git@"), ("config.json", "")):
+        run.Run.write_json(one, name, {"chosen": reply})
+        assert f"ssh://{user}github.com" in (tmp_path / name).read_text()
+
+
+def test_a_verdict_of_ties_is_said(tmp_path):
+    ties = {"win_rate": None, "wins": 0, "losses": 0, "ties": 3}
+    folder = put(tmp_path / "run", summary={"test": ties})
+    lines = report.results(folder, report.read_run(folder)["summary"], {})
+    assert lines == ["replies     test: 0 better, 0 worse, 3 equal"]
+
+
+def test_names_in_the_table_of_a_card_are_one_cell():
+    assert report.cell("a<b>|c\nd") == r"a&lt;b>\|c d"
 
 
 # --- the result in a few lines -------------------------------------------------------------------

@@ -113,7 +113,7 @@ Loaded 8 training and 60 validation pairs
 Batch size per GPU: 1, Total batch size: 4
 Learning rate: 0\.001, .*
 (?s:.*)
-Epoch 1/10
+Epoch 1/1
 (?s:.*)
 Epoch 1 Summary:
   Train Loss: (\d\.\d{4})

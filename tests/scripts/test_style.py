@@ -39,7 +39,7 @@ SHARED = (17, 3230)  # files and lines of ddp_utils without tools/; the goal is 
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2860, "ad.train": 2860}
 PYTHON = 14500  # outside tests; the goal is 11,000
-SHELL_LINES = 260
+SHELL_LINES = 280
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
 

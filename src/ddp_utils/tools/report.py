@@ -71,10 +71,12 @@ def read_run(folder: Path) -> dict[str, dict]:
     return run
 
 
-def find_model(folder: Path, config: dict) -> Model | None:
+def find_model(folder: Path, run: dict[str, dict]) -> Model | None:
     """Return the model that a run has saved, or None."""
+    config = run["config"]
     own = "result_dir" in config and config.get("output_dir")
-    model = Path(own or folder / "model")
+    start = run["environment"].get("directory", "")  # where the run was started
+    model = Path(start, own) if own else folder / "model"
     for name, library in LIBRARIES.items():
         if (model / name).exists():
             return Model(model, library)
@@ -97,7 +99,7 @@ def doubts(val: dict, report: dict) -> str:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
         fix = "use more data (docs/pairs.md says how much)"
         shows = "This run shows that data and settings work, not how good the model is on new data"
-        learned = "the numbers below are those of training rows, which a model learns by heart"
+        learned = "losses and margins below are of training rows, which a model learns by heart"
         return f"{problem}, too few to judge the result; {fix}. {shows}: {learned}"
     for note in REPEATED:
         repeated = report.get("notes", {}).get(note, 0)
@@ -144,10 +146,12 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
             kind = f"means of {count} steps" if count > 1 else "single steps"
             texts.append(f"{name:<11} training {arrow(ends)}, {kind}")
     for split, part in parts.items():
-        if part.get("win_rate") is not None and "ties" in part:
-            spread = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
+        if "win_rate" in part and "ties" in part:
             wins, lost, ties = (part[name] for name in ("wins", "losses", "ties"))
             texts.append(f"{'replies':<11} {split}: {wins} better, {lost} worse, {ties} equal")
+            if part["win_rate"] is None:  # there are only ties
+                continue
+            spread = f"[{part['win_rate_low']:.2f}, {part['win_rate_high']:.2f}]"
             rate = f"{part['win_rate']:.2f} {spread} of the {wins + lost} decided"
             texts.append(f"{'win rate':<11} {rate}")
     return texts + summary.get("warnings", [])
@@ -172,7 +176,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
         for name, text in replies.items():
             lines += two_lines(text, f"  {name:>10}  ")
     lines.append(f"{'report':<11} {folder / 'report.html'}")
-    model = find_model(folder, run["config"])
+    model = find_model(folder, run)
     if model:
         lines.append(f"{'model':<11} {model.path}")
         if model.library in ("peft", "transformers"):
@@ -208,10 +212,17 @@ def write(folder: Path, run: dict[str, dict]) -> None:
     data.write_text(folder / "report.html", template.render(content))
     model = content["model"]
     if model:
-        card = jinja2.Template((HERE / "card.md.j2").read_text(encoding="utf-8"))
+        jinja = jinja2.Environment()  # noqa: S701 (Markdown)
+        jinja.filters["cell"] = cell
+        card = jinja.from_string((HERE / "card.md.j2").read_text(encoding="utf-8"))
         text = card.render(content | card_content(model, content, run))
         parent = model.path if model.path.is_dir() else model.path.parent
         data.write_text(parent / "README.md", data.printable(text))
+
+
+def cell(text: str) -> str:
+    """Return a text for a cell of a table in Markdown."""
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def card_content(model: Model, content: dict, run: dict[str, dict]) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def content_of(folder: Path, run: dict[str, dict]) -> dict[str, Any]:
     environment["code"] = f"{len(environment.get('code', {}))} files"
     numbers = {name: for_people(part) for name, part in summary.items() if isinstance(part, dict)}
     facts = environment | {name: fact for name, fact in summary.items() if name not in numbers}
-    model = find_model(folder, config)
+    model = find_model(folder, run)
     pictures = {}
     order = [*plots.FIGURES, "returns", "others"]
     files = {file.stem: file for file in sorted(folder.glob("*.png"))}
@@ -348,6 +359,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         for folder in map(Path, arguments.folders):
+            if not (folder / "summary.json").is_file():
+                raise UserError(f"{folder}: no summary.json (expected a run folder)")
             run = read_run(folder)
             print(result_lines(folder, run), flush=True)
             if not arguments.no_curves:

@@ -121,7 +121,7 @@ class ZeroPolicy(Policy):
         return self.engine(batch)
 
     def sync_gradients(self, last: bool) -> None:
-        """Sum gradients over micro-batches; reduce them over ranks in the last one."""
+        """Sum gradients over micro-batches; ZeRO-1 reduces them over ranks in the last one only."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
