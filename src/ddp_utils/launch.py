@@ -105,8 +105,9 @@ def launch(words: list[str]) -> int:
         is_help = words in (["-h"], ["--help"])
         print(__doc__, end="", file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else 2
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, forward)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+            signal.signal(number, forward)
     return main(*words)
 
 

@@ -1,5 +1,6 @@
 """What a run prints: lines that fit a terminal of 80 columns, and a progress bar."""
 
+import errno
 import io
 import os
 import sys
@@ -112,7 +113,10 @@ class Bar:
         try:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader has ended, as `| head` does; the run continues
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # the reader has ended, as `| head` does, or the terminal is closed; the run continues
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:

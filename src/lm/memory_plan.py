@@ -352,6 +352,8 @@ def lines(plan: Plan, path: str, ranks: int, device: str, memory: float) -> Iter
         cells = [f"{part / GIB:.2f}" for part in (total, *parts)]
         yield LINE.format(name, *cells, "yes" if is_fitting else "no", largest)
     yield LEGEND
+    if ranks == 1:
+        yield "one GPU   a single process uses DDP, not FSDP; to offload, use ZeRO-3"
     yield from notes(computed(micro), plan, ranks)
 
 

@@ -169,6 +169,23 @@ def test_a_signal_ends_a_program_that_saves_nothing():
     code += "distributed.run(lambda: os.kill(os.getpid(), signal.SIGTERM), saves=SAVES)"
     for saves, status in ((False, -signal.SIGTERM), (True, 0)):
         assert run("-c", code.replace("SAVES", str(saves))).returncode == status
+    assert run("-c", code.replace("SAVES", "True").replace("TERM", "HUP")).returncode == 0
+
+
+def test_a_run_under_nohup_is_not_asked_to_stop_when_the_terminal_is_closed():
+    code = "import os, signal, sys; sys.path.insert(0, 'src'); from ddp_utils import distributed; "
+    code += "signal.signal(signal.SIGHUP, IGNORED); distributed.run(lambda: os.kill(os.getpid(), "
+    code += "signal.SIGHUP) or distributed.stop_requested())"
+    for before, stops in (("signal.SIG_IGN", 0), ("signal.SIG_DFL", 1)):
+        assert run("-c", code.replace("IGNORED", before)).returncode == stops
+
+
+def test_a_terminal_that_is_closed_does_not_end_a_run():
+    """Its output is an input/output error from then on, not a broken pipe."""
+    code = "import os, pty, sys; sys.path.insert(0, 'src'); from ddp_utils import terminal; "
+    code += "outer, inner = pty.openpty(); os.dup2(inner, 1); os.close(inner); os.close(outer); "
+    code += "bar = terminal.Bar(True); bar.say('lost'); bar.say('too'); os._exit(7)"
+    assert run("-c", code).returncode == 7
 
 
 def test_only_settings_of_the_libraries_are_shown(machine):
