@@ -97,6 +97,7 @@ def test_a_column_of_some_rows_hides_no_field_of_the_others(tmp_path):
     message = r"f.jsonl: --columns tone=message_: no record has a field message_$"
     with pytest.raises(UserError, match=message):  # after the last row
         list(data.read(tmp_path / "f.jsonl", columns="system=message,tone=message_"))
+    assert len(list(data.read(tmp_path / "f.jsonl", 1, columns="tone=later"))) == 1
 
 
 # --- what the library datasets reads -------------------------------------------------------------
