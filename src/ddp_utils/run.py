@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -213,16 +214,24 @@ class Run:
         if state.action == "finished":
             raise Stop(state.lines[0], 0)
         loggers.check(self.config.report_to)
+        moved = None
         if state.action == "move aside":
             held = checkpoints.lock(self.folder)
             moved = checkpoints.move_aside(self.folder)
-            self.say(f"{self.folder} has an earlier run: moved to {moved}")
             held.release()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = checkpoints.lock(self.folder)
         self.step = state.step
-        own = loggers.make(self.config.report_to, self.folder, self.step, settings)
+        try:
+            own = loggers.make(self.config.report_to, self.folder, self.step, settings)
+        except UserError:  # the new run has not begun, and the earlier one stays
+            if moved:
+                shutil.rmtree(self.folder)
+                moved.rename(self.folder)
+            raise
         self.loggers = [*own, *self.loggers]
+        if moved:
+            self.say(f"{self.folder} has an earlier run: moved to {moved}")
         for line in state.lines:
             self.say(line)
         self.changes = facts["changes"]

@@ -54,10 +54,15 @@ def test_weights_and_biases_gets_the_step_beside_the_numbers(tmp_path, monkeypat
 def test_without_a_key_it_is_one_line_and_nothing_of_a_run_is_there(tmp_path):
     pytest.importorskip("wandb")
     env = {"WANDB_API_KEY": "", "WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": "none"}
-    done = start(tmp_path, "--report_to", "wandb", code=2, **env)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text('{"status": "finished"}')  # an earlier run
+    for name in ("config", "environment"):
+        (tmp_path / f"run/{name}.json").write_text("{}")
+    done = start(tmp_path, "--report_to", "wandb", "--restart", code=2, **env)
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: --report_to wandb: ") and "WANDB_MODE=offline" in line
-    assert not (tmp_path / "run/config.json").exists()
+    assert (tmp_path / "run/config.json").read_text() == "{}" and "moved to" not in done.stdout
+    assert not (tmp_path / "run.1").exists()
 
 
 def modules_after(folder, name):
