@@ -216,7 +216,7 @@ def test_a_quantized_model_is_one_line_that_names_the_way_out(how, tmp_path):
     build(MODELS["llama"][0]).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | QUANTIZED[how]))
-    says = rf"its weights are quantized \({how}\); use the original model; train.py --type qlora "
+    says = rf"its weights are quantized \({how}\); use the original model \(for an adapter "
     with pytest.raises(UserError, match=f"^--model_name: {tmp_path}: {says}"):
         models.meta_model(str(tmp_path), None)
 

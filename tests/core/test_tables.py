@@ -85,7 +85,7 @@ def test_rows_are_made_again_if_anything_changes_that_token_ids_depend_on(source
         ({}, {**own, "kwargs": '{"x": "y"}'}),
         ({"limit": 7}, {}),
         ({"on_bad_record": "skip"}, {}),
-        ({"columns": "system=story"}, {}),
+        ({"columns": "prompt=prompt"}, {}),
     ]
     for fields, options in changes:
         assert read(source._replace(**fields), **options)[2] in (7, COUNT), (fields, options)

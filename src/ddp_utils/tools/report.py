@@ -212,10 +212,8 @@ def write(folder: Path, run: dict[str, dict]) -> None:
     data.write_text(folder / "report.html", template.render(content))
     model = content["model"]
     if model:
-        jinja = jinja2.Environment()  # noqa: S701 (Markdown)
-        jinja.filters["cell"] = cell
-        card = jinja.from_string((HERE / "card.md.j2").read_text(encoding="utf-8"))
-        text = card.render(content | card_content(model, content, run))
+        card = jinja2.Template((HERE / "card.md.j2").read_text(encoding="utf-8"))
+        text = card.render(content | card_content(model, content, run), cell=cell)
         parent = model.path if model.path.is_dir() else model.path.parent
         data.write_text(parent / "README.md", data.printable(text))
 
