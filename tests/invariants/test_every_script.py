@@ -261,8 +261,9 @@ def test_stopped_and_killed_it_goes_on_to_the_bit(name, size, data, tmp_path):
     saved = 6 if name == "protein" else 5  # proteins also save the best epoch, of six steps
     assert faults.steps(run)[-1] == saved
     summary = faults.summary(run)  # what the report of a killed run is made of
-    assert summary["status"] == ("running" if size == 1 else "failed")
-    assert summary["step"] == max(saved, 8) - 2 * (name == "protein") and "val" in summary
+    assert summary["step"] >= saved and "val" in summary
+    if size == 1:  # otherwise rank 0 may have time to write that it has failed
+        assert (summary["status"], summary["step"]) == ("running", 6 if name == "protein" else 8)
     outcome = faults.finished(start(size, name, run, flags))
     assert f"is not finished: resumes after step {saved}" in outcome.logs[0]
     assert weights(run) == weights(whole)
