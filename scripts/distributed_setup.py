@@ -311,10 +311,8 @@ def check_flags(script: str, file: Path, flags: list[str]) -> None:
     command = ["env", *variables, sys.executable, *words, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        line = [*done.stderr.strip().splitlines(), f"status {done.returncode}"][
-            -2
-        ]  # of a traceback
-        raise UserError(f"--flags: {line.removeprefix('error: ')}")
+        lines = done.stderr.strip().splitlines() or [f"it ends with status {done.returncode}"]
+        raise UserError(f"--flags: {lines[-1].removeprefix('error: ')}")  # the last of a traceback
 
 
 def check_plain(options: Run, *names: str) -> None:

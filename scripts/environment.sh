@@ -19,9 +19,10 @@ use_environment() {
   check_packages python || status=$?
   [ "$status" -ne 2 ] || exit 2
   if [ "$status" -ne 0 ]; then
-    # this file is there until the packages are installed
-    [ ! -e "$root/.venv/unfinished" ] && check_packages "$root/.venv/bin/python" && status=0
-    status=$?
+    if [ ! -e "$root/.venv/unfinished" ]; then # it is there until all packages are installed
+      status=0
+      check_packages "$root/.venv/bin/python" || status=$?
+    fi
     [ "$status" -ne 2 ] || exit 2
     [ "$status" -eq 0 ] || make_environment
     export PATH="$root/.venv/bin:$PATH"
@@ -57,9 +58,11 @@ for name, oldest in re.findall(r"(?m)^([\w.-]+)(?:>=([\d.]+))?", open(sys.argv[1
     wanted = [int(number) for number in (oldest or "0").split(".")]
     installed = [int(number) for number in re.findall(r"\d+", version)]
     if installed[: len(wanted)] < wanted:
-        needed = f"{oldest} or newer is needed" if oldest else "it is needed"
-        fix = f"'{name}>={oldest}'" if oldest else name
-        print(f"error: {name}: {version} is installed, {needed}; {sys.argv[2]} -m pip install {fix}")
+        problem, package = "not installed", name
+        if oldest:
+            problem = f"{version} is installed, {oldest} or newer is needed"
+            package = f"'{name}>={oldest}'"
+        print(f"error: {name}: {problem}; {sys.argv[2]} -m pip install {package}")
         sys.exit(2)
 PYTHON
 }

@@ -71,7 +71,7 @@ class Config:
     # example replies before and after training
     num_samples: int | None = None  # prompts per split; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
-    sample_batch_size: int | None = None  # replies per forward pass; None: up to 64, by memory
+    sample_batch_size: int | None = None  # replies per forward pass; None: as many as fit, up to 64
     temperature: float = 0.7  # sampling temperature; 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
     judge: str = ""  # file.py:function that maps (prompt, response) to a score or {name: score}

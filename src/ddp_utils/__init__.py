@@ -64,6 +64,15 @@ def save_seconds() -> int:
     return parse_number("DDP_SAVE_SECONDS", os.environ.get("DDP_SAVE_SECONDS") or "120", 1)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to save and end.
+
+    SIGHUP means that the terminal is closed; nohup lets a program ignore it.
+    """
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGUSR1] + ([] if is_ignored else [signal.SIGHUP])
+
+
 def cpus() -> int:
     """Return the number of CPUs that this process may use: a job may have some of a node's."""
     if hasattr(os, "sched_getaffinity"):

@@ -85,6 +85,16 @@ def output_path(path: AnyPath) -> Path:
     return ROOT / expanded if is_in_code and ".." not in expanded.parts else expanded
 
 
+def model_of_run(run: Path, settings: dict, facts: dict) -> Path:
+    """Return the folder for the model of a run.
+
+    settings, facts: config.json and environment.json of the run. A relative --output_dir of
+    main_distributed.py is in the folder in which the run was started.
+    """
+    own = "result_dir" in settings and settings.get("output_dir")
+    return Path(facts.get("directory", ""), own) if own else run / "model"
+
+
 def is_same_file(path: AnyPath, other: AnyPath) -> bool:
     """Return whether both paths lead to one file, which does not have to exist."""
     return resolve(path).resolve() == resolve(other).resolve()
@@ -147,8 +157,9 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
     if record is None:
         raise UserError(f"{path}: 0 records; each line must hold one JSON object")
     for name in sorted(absent) if limit <= 0 else ():  # later records may have it
-        problem = f"no record has a field {theirs[name]}"
-        raise UserError(f"{path}: --columns {name}={theirs[name]}: {problem}")
+        if not name.startswith("ignored_"):
+            problem = f"no record has a field {theirs[name]}; correct the name, or add such a field"
+            raise UserError(f"{path}: --columns {name}={theirs[name]}: {problem} to one record")
 
 
 def usable(

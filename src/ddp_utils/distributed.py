@@ -32,6 +32,7 @@ from ddp_utils import (
     open_standard_streams,
     parse_number,
     save_seconds,
+    stop_signals,
     user_error,
 )
 
@@ -452,7 +453,7 @@ _started = time.monotonic()
 _launcher_pid: int | None = None
 _world = World()
 warnings: list[str] = []  # of this script
-_signals: list[int] = []  # each SIGTERM, SIGUSR1 and SIGHUP that this process has received
+_signals: list[int] = []  # each of stop_signals() that this process has received
 
 
 def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
@@ -462,8 +463,7 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
     fails first. The process ends with os._exit: threads of gloo may abort the interpreter while it
     shuts down, after all work is done (torch 2.13, Python 3.11).
 
-    saves: SIGTERM, SIGUSR1 and SIGHUP (the terminal is closed) ask main() to save and end. They end
-    other programs at once.
+    saves: stop_signals() ask main() to save and end; without it, they end the program at once.
     """
     global _launcher_pid, _world
     code = 1
@@ -472,9 +472,7 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
     gc.freeze()  # what the imports created lives to the end, so no collection need look at it
     gc.enable()
     try:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if saves else ():
-            if signal.getsignal(number) is signal.SIG_IGN:  # as nohup does with SIGHUP
-                continue
+        for number in stop_signals() if saves else ():
             signal.signal(number, lambda number, _frame: _signals.append(number))
         with contextlib.suppress(UserError):  # main() raises it, unless it needs no other rank
             _world = whoami()

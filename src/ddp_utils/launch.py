@@ -19,7 +19,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ddp_utils import cli, cpus, end_with_parent, parse_number, save_seconds
+from ddp_utils import cli, cpus, end_with_parent, parse_number, save_seconds, stop_signals
 
 END_SECONDS = 30  # after one rank has ended with an error, for the others, which may wait for it
 
@@ -105,9 +105,8 @@ def launch(words: list[str]) -> int:
         is_help = words in (["-h"], ["--help"])
         print(__doc__, end="", file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else 2
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
-            signal.signal(number, forward)
+    for number in (signal.SIGINT, *stop_signals()):
+        signal.signal(number, forward)
     return main(*words)
 
 

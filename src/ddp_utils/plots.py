@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -15,8 +14,6 @@ from matplotlib.ticker import MaxNLocator
 
 from ddp_utils import UserError, cli, data
 from ddp_utils.terminal import METRICS, Metric
-
-matplotlib.rcParams["text.parse_math"] = False  # a $ in a name is a $
 
 
 class Panel(NamedTuple):
@@ -129,7 +126,7 @@ def draw_others(folder: Path, lines: list[dict]) -> None:
     for axis, name in zip(axes, names, strict=False):
         draw_curve(axis, lines, name, "C0")
         words = METRICS.get(name, Metric(name))
-        axis.set_title(words.words, fontsize="small")
+        axis.set_title(words.words, fontsize="small", parse_math=False)  # it may contain $
         axis.set_ylabel(words.unit, fontsize="small")
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         low, high = axis.dataLim.intervaly

@@ -322,4 +322,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    distributed.run(main, saves=False)

@@ -270,8 +270,8 @@ class Encoder:
         if not isinstance(arguments, dict):
             raise UserError(f'{place}: must be an object, such as {{"enable_thinking": false}}')
         used = {}
-        fix = ignoring("chat_template_kwargs") if "chat_template_kwargs" in place else "remove it"
-        fix = "remove it" if place.startswith("--") else fix
+        is_field = place.endswith(": chat_template_kwargs")  # of a row
+        fix = ignoring("chat_template_kwargs") if is_field else "remove it"
         for name, argument in arguments.items():
             if name in self.template_words and name not in ("messages", "add_generation_prompt"):
                 used[name] = argument

@@ -41,7 +41,8 @@ ADDED = re.compile(
 def inherit_config(config: Any, init_adapter: str) -> None:
     """Set lora_r, lora_alpha and lora_targets of `config` to those of an existing adapter.
 
-    Raises UserError if they have other values than these and the defaults, or without such a LoRA.
+    Raises UserError if one of them has another value, unless it is the default, or if there is no
+    such LoRA.
     """
     adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}

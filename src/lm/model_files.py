@@ -80,12 +80,9 @@ def model_folder(field: str, folder: str) -> Path:
         raise UserError(f"{field}: there is no folder {folder} (expected one such as results/dpo)")
     is_run = (run / "summary.json").exists()
     settings = data.read_json(run / "config.json") if is_run else {}
-    own = "result_dir" in settings and settings.get("output_dir")  # of main_distributed.py
-    model = run / "model"
-    if own:  # relative to the folder in which the run was started
-        facts = run / "environment.json"
-        start = data.read_json(facts).get("directory", "") if facts.exists() else ""
-        model = data.resolve(Path(start, own))
+    environment = run / "environment.json"
+    facts = data.read_json(environment) if is_run and environment.exists() else {}
+    model = data.resolve(data.model_of_run(run, settings, facts))
     if is_run and not model.is_dir():
         summary = data.read_json(run / "summary.json")
         problem = f"is {summary.get('status')} after step {summary.get('step')} and has no model"

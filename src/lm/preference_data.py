@@ -77,7 +77,7 @@ CONVERTED: dict[tuple[str, ...], tuple[str, str]] = {
     for (a, b), (name, where) in EITHER.items()
 }
 CONVERTED |= {
-    ("context", "completions"): ("NeMo-RL", "chosen is the completion of rank 0"),
+    ("context", "completions"): ("NeMo-RL", "chosen is the completion of rank 0, rejected another"),
     ("completions",): ("UltraFeedback", "chosen is the completion with the highest overall_score"),
     ("answers",): ("Nectar", "chosen is the answer with rank 1, rejected another one"),
     ("completion", "label"): ("KTO", "combine a row of label true and one of label false"),

@@ -48,7 +48,7 @@ class Config:
     questions: str = ""  # questions to answer; empty: those of val_path
     num_samples: int | None = None  # replies of each model; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
-    sample_batch_size: int | None = None  # replies per forward pass; None: up to 64, by memory
+    sample_batch_size: int | None = None  # replies per forward pass; None: as many as fit, up to 64
     temperature: float = 0.7  # sampling temperature; 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
 

@@ -339,7 +339,7 @@ UNSUPPORTED = [
 ] + [  # template, row, a part of the message
     (None, {"messages": CALLED}, NO_TOOLS),
     (None, {"messages": ANSWERED}, NO_TOOLS),
-    (None, {"messages": SINGLE, "tools": SCHEMAS}, "tools: the chat template does not use tools"),
+    (None, {"messages": SINGLE, "tools": SCHEMAS}, "does not use tools; remove it, or use ano"),
     (GEMMA, {"messages": THOUGHT}, "the chat template does not support reasoning_content"),
     (LOSSY, {"messages": CALLED}, "reply: the chat template renders 'time' as ''"),
     (LOSSY, {"messages": THOUGHT}, "reply: the chat template renders 'Hm.' as 'Noon.'"),

@@ -94,9 +94,11 @@ def test_a_column_of_some_rows_hides_no_field_of_the_others(tmp_path):
     (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
     records = data.read(tmp_path / "f.jsonl", columns="system=message")
     assert [record.data["system"] for record in records] == ["be", "kind"]
-    message = r"f.jsonl: --columns tone=message_: no record has a field message_$"
+    message = r"f.jsonl: --columns tone=message_: no record has a field message_; correct the name"
     with pytest.raises(UserError, match=message):  # after the last row
         list(data.read(tmp_path / "f.jsonl", columns="system=message,tone=message_"))
+    # another file may have what is ignored
+    assert len(list(data.read(tmp_path / "f.jsonl", columns="ignored_label=label"))) == 2
     assert len(list(data.read(tmp_path / "f.jsonl", 1, columns="tone=later"))) == 1
 
 

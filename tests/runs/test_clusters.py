@@ -253,7 +253,7 @@ def test_an_environment_that_the_user_has_made_is_not_changed(tmp_path):
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/.venv/bin/python\n"), done.stderr
     (tmp_path / "requirements.txt").write_text("torch>=2.10  # training\nno-such.package\n-e .\n")
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    problem = "error: no-such.package: none is installed, it is needed"
+    problem = "error: no-such.package: not installed"
     fix = f"{tmp_path}/.venv/bin/python -m pip install no-such.package"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{problem}; {fix}\n")
 

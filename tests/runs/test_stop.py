@@ -71,7 +71,7 @@ def test_f3_a_run_stops_before_its_job_ends_as_early_as_its_last_save_needs(tmp_
         warning += r"DDP_SAVE_SECONDS=(\d+), and write the job script with --lead (\d+) "
         ((took, *limits),) = re.findall(warning, log)
         assert seconds <= int(took) < seconds + 100  # a busy machine adds its own
-        assert {abs(int(limit) - 4 * int(took)) <= 4 for limit in limits} == {True}
+        assert all(abs(int(limit) - 4 * int(took)) <= 4 for limit in limits)
 
 
 # --- F4, F14: full and read-only disks -----------------------------------------------------------

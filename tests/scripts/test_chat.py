@@ -67,6 +67,15 @@ def test_a_chat_is_a_program_that_reads_questions():
     assert done.stdout.partition("\n")[2] == f"> {expected(None)}\n> \n"
 
 
+def test_a_byte_that_is_not_utf8_ends_no_conversation():
+    env = programs.environment() | {"PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-m", "lm.chat", DEMO, *GREEDY]
+    asked = b"\xff?\n" + QUESTION.encode() + b"\n"
+    done = subprocess.run(words, input=asked, env=env, capture_output=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().endswith(f"> {expected(None)}\n> \n")
+
+
 def test_the_result_answers_and_with_before_the_model_before_training(run):
     after = expected(run / "model")
     before = expected(None)

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import string
 import subprocess
 import sys
@@ -314,6 +315,7 @@ ERRORS = {
     "pbs --system polaris --partition prod": "--filesystems: home:flare is Aurora's; with --system",
     "pbs --system '' --partition a --filesystems ''": "--num_gpus_per_node: 12 is Aurora's; with",
     "slurm --time_limit 00:10:00 --lead 600": "--lead: 600 is out of range (expected >= 0 and ",
+    "slurm --lead 70000": "--lead: 70000 is out of range (expected <= 65535, which sbatch allows)",
     "slurm --lead -1": "--lead: -1 is out of range (expected >= 0 and below the time limit, 17",
     "pbs --filesystems 'a b'": "--filesystems: 'a b' must consist of letters, digits and ",
     "fsdp --output config.yaml": "--output: config.yaml was not written by this program",
@@ -409,14 +411,20 @@ def test_a_settings_file_is_that_of_any_script(monkeypatch):
     assert '/src/main_distributed.py" --config=dpo.yaml' in Path("a.sh").read_text()
     with pytest.raises(UserError, match="--flags: nowhere.yaml: no such file"):
         setup.main(["slurm", "--script", "src/main_distributed.py", "--config", "nowhere.yaml"])
-    copy = ROOT / "src/copy_of_train.py"
-    copy.write_text((ROOT / "src/train.py").read_text())
-    try:
-        make("launcher --script src/copy_of_train.py --use_deepspeed --output b.sh")
-    finally:
-        copy.unlink()
+    project = Path("project").absolute()
+    shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "src/train.py", project / "src/my_sft.py")
+    monkeypatch.setattr(setup.data, "ROOT", project)
+    make("launcher --script src/my_sft.py --use_deepspeed --output b.sh")
     words = "--config=config.yaml --deepspeed=config/ds_config.json"
-    assert f'/src/copy_of_train.py" {words}' in Path("b.sh").read_text()
+    assert f'/src/my_sft.py" {words}' in Path("b.sh").read_text()
+    for code, says in (
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(1)", "it "),
+    ):
+        (project / "src/mine.py").write_text(f"{code}  # cli.check_flags(read)")
+        with pytest.raises(UserError, match=f"^--flags: {says}"):
+            setup.main(["launcher", "--script", "src/mine.py"])
 
 
 def test_a_limit_of_the_user_replaces_that_of_a_job():

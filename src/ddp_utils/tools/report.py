@@ -73,10 +73,7 @@ def read_run(folder: Path) -> dict[str, dict]:
 
 def find_model(folder: Path, run: dict[str, dict]) -> Model | None:
     """Return the model that a run has saved, or None."""
-    config = run["config"]
-    own = "result_dir" in config and config.get("output_dir")
-    start = run["environment"].get("directory", "")  # where the run was started
-    model = Path(start, own) if own else folder / "model"
+    model = data.model_of_run(folder, run["config"], run["environment"])
     for name, library in LIBRARIES.items():
         if (model / name).exists():
             return Model(model, library)
