@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ddp_utils import UserError
+from ddp_utils import UserError, cli
 from ddp_utils.distributed import World
 from ddp_utils.policy import DDP, Policy, Precision, ScorerModule, Strategy
 from ddp_utils.run import Run
@@ -62,6 +62,9 @@ def complete(
     is_ddp = choose(config.strategy, config.sharding).kind == "ddp"
     if config.grad_reduce_dtype == "bf16" and is_ddp and world.device.type == "cpu":
         raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
+    if config.strategy == "fsdp" and world.world_size == 1 and not config.check:
+        cause = "one process shards nothing, and offloads nothing; start several"
+        cli.note(f"--strategy fsdp has no effect: {cause}, or remove it")
     if config.strategy == "deepspeed":
         from lm.sharding import deepspeed
 

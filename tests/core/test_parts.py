@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,8 @@ from test_logps import build, by_hand, some_pairs
 from torch import nn
 
 from conftest import need
-from ddp_utils import UserError
+from ddp_utils import UserError, cli
+from ddp_utils.distributed import World
 from ddp_utils.policy import Precision
 from lm import logps, models, parallel
 from lm.fast import self_test
@@ -233,6 +235,23 @@ def test_a_model_that_fsdp_cannot_shard_is_found_before_it_is_loaded():
     with pytest.raises(UserError, match="^fsdp_transformer_layer_cls_to_wrap: the model has none"):
         parallel.check(parallel.choose("fsdp"), nn.Linear(1, 1))
     parallel.check(parallel.choose("ddp"), nn.Linear(1, 1))
+
+
+def test_fsdp_in_one_process_says_that_it_has_no_effect(monkeypatch):
+    """With --check it is silent: that is how one tries a job's settings on another machine."""
+    monkeypatch.setattr(cli, "noted", [])
+    config = SimpleNamespace(
+        strategy="fsdp", sharding=None, mixed_precision="no", grad_reduce_dtype="fp32", check=False
+    )
+    precision = Precision(torch.float32, None)
+    parallel.complete(config, 1, precision, None, World(world_size=2))
+    config.check = True
+    parallel.complete(config, 1, precision, None, World())
+    assert cli.noted == []
+    config.check = False
+    parallel.complete(config, 1, precision, None, World())
+    [line] = cli.noted
+    assert line.startswith("warning: --strategy fsdp has no effect: one process shards nothing")
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba-2", "falcon-mamba"])
