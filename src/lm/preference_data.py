@@ -243,6 +243,7 @@ def encode_rows(
         if not record.data.keys().isdisjoint(("input", *ARGUMENTS)):
             from lm import tool_calls
 
+            record = tool_calls.without_nulls_of_tables(record)
             arguments = tool_calls.template_arguments(record, encoder.check_arguments)
         unread: set[str] = set()
         if split and any(isinstance(record.data.get(name), list | dict) for name in format.fields):

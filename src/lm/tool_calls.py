@@ -32,6 +32,28 @@ def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dic
     return arguments
 
 
+def without_nulls_of_tables(record: Record) -> Record:
+    """Return a record without nulls in its objects if its tools show that a table has added them.
+
+    The library datasets writes the keys of all rows into each row, into files of JSON, too.
+    """
+    if not is_of_table(record.data.get("tools")):
+        return record
+    return record._replace(data={k: data.without_nulls(v) for k, v in record.data.items()})
+
+
+def is_of_table(schema: Any) -> bool:
+    """Return whether a null is where a JSON schema has none."""
+    if isinstance(schema, list):
+        return any(map(is_of_table, schema))
+    if not isinstance(schema, dict):
+        return False
+    for key, value in schema.items():
+        if is_of_table(value) or value is None and key not in ("default", "const"):
+            return True
+    return False
+
+
 # other names of the arguments of a call: LangChain, Llama, Anthropic
 ARGUMENTS = {"args": "arguments", "parameters": "arguments", "input": "arguments"}
 

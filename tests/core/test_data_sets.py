@@ -10,6 +10,7 @@ import pytest
 import reading
 import runs
 from ddp_utils import UserError, data
+from lm import conversations, tool_calls
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
 
@@ -192,6 +193,50 @@ def test_arrow_adds_no_argument_of_the_calls_of_other_rows(library, tmp_path):
     found = [row for _, row in data._rows(str(tmp_path / "f.parquet"))]
     calls = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in found]
     assert calls == [{"x": 1}, {"city": "Paris"}]
+
+
+TOOL_CALLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}
+{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}
+{% endfor %}{% endfor %}{% if add_generation_prompt %}
+assistant: {% endif %}"""
+
+
+@pytest.mark.parametrize("reader", ["texts", "pairs"])
+def test_json_of_a_table_has_the_ids_of_the_rows_it_was_made_of(reader, library, tmp_path):
+    """Two tools with other arguments: the library adds the arguments of each to the other."""
+    rows = []
+    for name, arguments in (("time", {"zone": "CET"}), ("weather", {"city": "Rome", "day": 1})):
+        properties = {key: {"type": type(value).__name__} for key, value in arguments.items()}
+        parameters = {"type": "object", "properties": properties}
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+        question = [{"role": "user", "content": f"{name}?"}]
+        call = {"function": {"name": name, "arguments": arguments}}
+        reply = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        row = {"tools": tools, "prompt": question, "chosen": reply, "rejected": "No."}
+        rows.append(row if reader == "pairs" else {"tools": tools, "messages": question + reply})
+    made = str(tmp_path / "made.jsonl")
+    library.Dataset.from_list(rows).to_json(made)
+    assert "null" in Path(made).read_text()
+    own, template = tmp_path / "own.jsonl", tmp_path / "template.jinja"
+    own.write_text("\n".join(map(json.dumps, rows)))
+    template.write_text(TOOL_CALLS)
+    encoder = Encoder(load_tokenizer("data/demo/model"), str(template))
+    found, expected = (getattr(reading, reader)(path, encoder)[0] for path in (made, str(own)))
+    assert [row[:3] for row in found] == [row[:3] for row in expected]
+
+
+def test_calls_of_a_table_without_tools_lose_the_arguments_of_others(tmp_path):
+    """A null that somebody has written stays: no other key of the row is null."""
+    arguments = {"zone": "CET", "city": None}
+    call = {"function": {"name": "time", "arguments": arguments}}
+    for question, kept in (({"tool_calls": None}, {"zone": "CET"}), ({}, arguments)):
+        asked = {"role": "user", "content": "q", **question}
+        turns = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        record = data.Record("f.jsonl:1", {"messages": turns})
+        reply = conversations.messages_of(record, "messages")[1]
+        assert reply["tool_calls"][0]["function"]["arguments"] == kept
+    defaults = {"properties": {"zone": {"default": None, "enum": [None, "CET"]}}}
+    assert not tool_calls.is_of_table([defaults])
 
 
 def shapes():
