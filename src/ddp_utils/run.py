@@ -89,7 +89,7 @@ def environment(config: Any, world: World) -> dict[str, Any]:
         "backend": world.backend,
         "device": metrics.device_name(world.device),
         "git_commit": changes.git("rev-parse", "HEAD"),
-        "git_dirty": bool(changes.git("status", "--porcelain", "--untracked-files=no")),
+        "git_dirty": bool(changes.git("status", "--porcelain", "--", "src")),  # also a new file
         "versions": {"torch": torch.__version__, **versions},
         "code": code_digests(),
         "changes": changes.of_script(Path(sys.argv[0]).resolve()),

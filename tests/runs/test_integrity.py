@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import faults
 import programs
+from config import Config
 from conftest import ROOT
-from ddp_utils import plots
+from ddp_utils import plots, run
+from ddp_utils.distributed import World
 from ddp_utils.tools import changes
 
 
@@ -92,6 +96,21 @@ def test_a_script_that_differs_from_its_last_commit_is_named(monkeypatch):
         assert changes.of_script(MAIN) == expected
     monkeypatch.setattr(changes, "git", lambda *_: None)
     assert changes.of_script(MAIN) == ""
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_code_that_is_not_in_the_commit_is_dirty_data_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes.data, "ROOT", tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/train.py").touch()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    assert None not in [changes.git("init"), changes.git("add", ".")]
+    assert changes.git(*author, "commit", "-m", "first") is not None
+    found = []
+    for path in ("mine.jsonl", "src/my_dpo.py"):
+        (tmp_path / path).touch()
+        found.append(run.environment(Config(), World())["git_dirty"])
+    assert found == [False, True]
 
 
 def test_a_copy_is_not_compared_with_another_copy(tmp_path, monkeypatch):
