@@ -270,7 +270,6 @@ def command_of(options: Run, stop_flag: str = "") -> str:
     code = file.read_text("utf-8")
     if re.search("(?m)^import train_config", code):  # src/train.py, or a copy
         flags = [f"--config={options.config}"]
-        flags = [f"--config={options.config}"]
         if options.use_deepspeed:
             note_missing_deepspeed()
             in_file, _ = cli.read_file(train_config.SECTIONS, options.config)

@@ -200,6 +200,7 @@ def sample(
         return sampling.generate_once(path, *how, phase_of, keep_end=True)
 
 
+@cli.located()
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup

@@ -19,22 +19,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_utils import distributed, losses, sampler
-from ddp_utils.data import ROOT, DataFile, digest_of_files
+from ddp_utils.data import DataFile, digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
-from ddp_utils.policy import (
-    Policy,
-    Precision,
-    Strategy,
-    learning_rate,
-    make_optimizer,
-)
+from ddp_utils.policy import Policy, Precision, Strategy, learning_rate, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, model_files, models, parallel, sampling
 from lm import preference_data as preferences
@@ -42,9 +36,6 @@ from lm.chat_template import Encoder, date_of
 from lm.checks import check_pairs
 from lm.meter import Meter
 from lm.settings import default_rate
-
-if TYPE_CHECKING:
-    from lm.judge import Judge
 
 # what a copy of this script may replace without a change of the lines below
 MODEL_CLASS: Any = None  # class of policy and reference; None: transformers chooses it
@@ -203,15 +194,13 @@ def generate_replies(
     return {split: texts for split, texts in replies.items() if texts}
 
 
-def load_judge(config: settings.Config, data: dict) -> "Judge":
+def load_judge(config: settings.Config, data: dict) -> Any:
     """Return the judge of replies, after a trial on a pair of each split."""
     from lm.judge import load_judge
 
-    # a judge is code: the demo's is the project's own, whatever the current folder contains
-    judge = load_judge(config.judge, ROOT if config.judge == settings.DEMO_JUDGE else None)
-    for pair in data["val"][:1] + data["test"][:1]:
-        judge(pair.text, pair.expected)
-    return judge
+    pairs = data["val"][:1] + data["test"][:1]
+    tried = [(pair.text, pair.expected) for pair in pairs]
+    return load_judge(config.judge, settings.DEMO_JUDGE, tried)
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -337,6 +326,7 @@ def describe_run(
     return spec, meta_model
 
 
+@cli.located()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
@@ -419,9 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values["epoch"] = plan.epoch(step + 1)
             values |= meter.read(pairs, time.perf_counter() - start)
             run.log(step + 1, values)
-            warning = displacement.seen(values["rewards/chosen"])
-            if warning:
-                run.warn(warning)
+            run.warn(displacement.seen(values["rewards/chosen"]))
             validate(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
 

@@ -160,19 +160,10 @@ def strategy_of(config: Config) -> policies.Strategy:
     return parallel.choose(config.strategy, config.sharding, *communication)
 
 
-def fill_in_settings(config: Config, meta_model: Any, world: World) -> Precision:
-    """Set what depends on model and device, also "auto" in DeepSpeed's JSON; return the dtypes."""
-    if config.learning_rate is None:
-        kind = "sft", config.fine_tuning
-        config.learning_rate = default_rate(config.model_name, *kind)
-    precision = precision_of(config, world.device)
-    parallel.complete(config, config.micro_batch_size, precision, meta_model, world)
-    return precision
-
-
-def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> Policy:
+def load_policy(config: Config, data: dict, run: Run) -> Policy:
     """Load the model to be trained, on all ranks."""
     torch.manual_seed(config.seed)  # the same new LoRA on every rank
+    precision = precision_of(config, run.world.device)
     model = models.load_policy(
         config.model_name,
         models.LoraSpec.of(config),
@@ -195,7 +186,7 @@ def load_policy(config: Config, precision: Precision, data: dict, run: Run) -> P
 
 def describe_run(
     config: Config, data: dict, report: dict, encoder: Encoder, plan: sampler.Plan, world: World
-) -> tuple[runs.RunSpec, Any, Precision]:
+) -> tuple[runs.RunSpec, Any]:
     """Check model and data against each other, before a weight is read; describe the run.
 
     Return also the model on the meta device: its names and shapes, without weights.
@@ -211,7 +202,8 @@ def describe_run(
     lines = preferences.describe_all(report, data) + config.notes + notes + encoder.notes
     if config.sharding:  # as in the JSON, before its "auto" is filled in
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
-    precision = fill_in_settings(config, meta_model, world)
+    precision = precision_of(config, world.device)
+    parallel.complete(config, config.micro_batch_size, precision, meta_model, world)
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
@@ -222,31 +214,28 @@ def describe_run(
         save_best=config.save_best,
         shard_layout=strategy_of(config).shard_layout(config.fine_tuning, world),
     )
-    return spec, meta_model, precision
+    return spec, meta_model
 
 
+@cli.located()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
-    config = train_config.read(argv)
-    with cli.located(config.places):  # an error about a setting names the line of the YAML file
-        return fine_tune(config)
-
-
-def fine_tune(config: Config) -> int:
-    """Train as the settings say; return 0."""
     # setup
+    config = train_config.read(argv)
     world = distributed.start(config)
     if config.init_adapter and config.fine_tuning == "lora":  # it may be on the hub
         from lm import lora
 
         lora.inherit_config(config, config.init_adapter)
     models.check_4_bits(config, "type")
+    if config.learning_rate is None:
+        config.learning_rate = default_rate(config.model_name, "sft", config.fine_tuning)
 
     # data
     encoder = Encoder.of(config, date_of(config.output_dir, config, world))
     data, report = read_data(config, encoder, world)
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
-    spec, meta_model, precision = describe_run(config, data, report, encoder, plan, world)
+    spec, meta_model = describe_run(config, data, report, encoder, plan, world)
     if config.check:
         return runs.check(spec, config, world)
 
@@ -262,7 +251,7 @@ def fine_tune(config: Config) -> int:
         )
 
         # model
-        policy = load_policy(config, precision, data, run)
+        policy = load_policy(config, data, run)
         run.try_largest_steps(
             policy,
             plan,

@@ -38,10 +38,10 @@ from ddp_utils.policy import Policy, Precision
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, model_files, models
 from lm.chat_template import Encoder, date_of, truncation_warning
-from lm.judge import Judge, ask_once, load_judge
+from lm.judge import ask_once, load_judge
 from lm.settings import DEMO_MODEL, default_rate
 from prompt_baking import replies, trajectories
-from prompt_baking.distillation import Student, Teacher, check_head, check_targets, own_replies
+from prompt_baking.distillation import Student, check_head, check_targets, own_replies
 from prompt_baking.train_config import Config
 from prompt_baking.trajectories import Trajectory
 
@@ -119,17 +119,6 @@ def read_questions(config: Config, data: Data, encoder: Encoder) -> list[str]:
     return [questions[number % len(questions)] for number in range(config.num_samples or 0)]
 
 
-def read_judge(config: Config, questions: list[str]) -> Judge | None:
-    """Return the judge of replies, or None; it is tried on a question."""
-    if not config.judge:
-        return None
-    # a judge is code: the demo's is the project's own, whatever the current folder contains
-    judge = load_judge(config.judge, data_files.ROOT if config.judge == DEMO_JUDGE else None)
-    for question in questions[:1]:
-        judge(question, "")
-    return judge
-
-
 # --- step ----------------------------------------------------------------------------------------
 
 
@@ -143,50 +132,47 @@ def loss_of(student: Any, batch: trajectories.Batch, config: Config) -> Tensor:
 
 
 def train_step(
-    policy: Policy, step: int, rows: list[int], examples: Examples, teacher: Teacher, run: Run
+    policy: Policy, step: int, rows: list[int], examples: Examples, config: Config, run: Run
 ) -> dict:
     """Run forward and backward for one global batch; return its means over all ranks."""
-    config = teacher.config
+    student: Any = policy.scorer
     world = run.world
-    averages = Averages(world)
-    micro_batches = teacher.student.micro_batches(rows, examples, world, config.batch_size)
+    averages = Averages(world, sizes={"loss": "tokens"})
+    micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
     tokens = sum(len(examples[row].reply) for row in rows)  # of the global batch
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
         policy.sync_gradients(micro_batch is micro_batches[-1])
-        batch = teacher(micro_batch.index, examples)
+        batch = student.batch([examples[row] for row in micro_batch.index], world.device)
         costs = loss_of(policy, batch, config)  # [B]
         weight = to_device(micro_batch.weight, world.device)
         # DDP averages over ranks: times world_size / tokens is the mean over the global batch
         loss = (costs * weight).sum() * (world.world_size / tokens)
         policy.backward(loss)
-        averages.add({"cost": costs, "tokens": batch.tokens}, weight)
-    means = run.reduce(averages, policy.clip_grad_norm(config.max_grad_norm))
-    means["loss"] = means.pop("cost") / means.pop("tokens")
-    return means | {"tokens": tokens}
+        averages.add({"loss": costs, "tokens": batch.tokens}, weight)
+    grad_norm = policy.clip_grad_norm(config.max_grad_norm)
+    return run.reduce(averages, grad_norm) | {"tokens": tokens}
 
 
 def check_step(
-    policy: Policy, step: int, means: dict, rows: list[int], examples: list, teacher: Teacher
+    policy: Policy,
+    step: int,
+    means: dict,
+    rows: list[int],
+    examples: list,
+    config: Config,
+    run: Run,
 ) -> None:
     """Stop before an update from a wrong start or with a loss that is not finite."""
-    student, config, world = teacher.student, teacher.config, teacher.world
     batch_rows = [examples[row] for row in rows]
 
-    @torch.no_grad()
     def score(baked: bool = True) -> Tensor:  # [global batch, 1]
-        micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
-        table = distributed.Table(len(examples), 1, world)
-        with logps.dropout_off(student), student.adapter(baked):
-            for micro_batch in micro_batches:
-                batch = teacher(micro_batch.index, examples)
-                table.add(micro_batch, student(batch)[0][:, None])
-        return table.reduce()[rows]
+        return kl_of_rows(policy.scorer, rows, examples, baked, config, run)[rows, :1]
 
     checks.check_step(policy, step, means, batch_rows, score, "lora")
     if step == 0 and not config.resume_from:
         base = score(baked=False)
-        tokens = torch.tensor([len(row.reply) for row in batch_rows], device=world.device)
+        tokens = torch.tensor([len(row.reply) for row in batch_rows])
         locations = [row.location for row in batch_rows]
         checks.check_reference(score(), base, checks.noise(policy, tokens), locations)
 
@@ -196,19 +182,29 @@ def check_step(
 
 @torch.no_grad()
 def kl_of_rows(
-    teacher: Teacher, rows: list[int], examples: Examples, run: Run, split: str
+    student: Any,
+    rows: list[int],
+    examples: Examples,
+    baked: bool,
+    config: Config,
+    run: Run,
+    split: str = "",
 ) -> Tensor:
     """Return KL(teacher || student), summed over each reply, and its number of tokens.
 
     The table is float64 [N, 2] on the CPU, one row for each example; it is 0 except in `rows`.
-    split: the name of the evaluation, of which one that was stopped is continued.
+    baked: with the LoRA, or without it. split: the name of an evaluation that can be stopped and
+    continued; "": it cannot.
     """
-    student, world = teacher.student, run.world
-    micro_batches = student.micro_batches(rows, examples, world, teacher.config.batch_size)
+    world = run.world
+    micro_batches = student.micro_batches(rows, examples, world, config.batch_size)
     table = distributed.Table(len(examples), 2, world)
-    for micro_batch in run.evaluation(split, micro_batches, table):
-        batch = teacher(micro_batch.index, examples)
-        table.add(micro_batch, torch.stack([student(batch)[0], batch.tokens], -1))
+    if split:
+        micro_batches = run.evaluation(split, micro_batches, table)
+    with logps.dropout_off(student), student.adapter(baked):
+        for micro_batch in micro_batches:
+            batch = student.batch([examples[row] for row in micro_batch.index], world.device)
+            table.add(micro_batch, torch.stack([student(batch)[0], batch.tokens], -1))
     return table.reduce().double().cpu()
 
 
@@ -224,7 +220,11 @@ def by_question(table: Tensor, rows: list[int], examples: Examples) -> tuple[Ten
 
 
 def evaluate(
-    teacher: Teacher, examples: list[Trajectory], run: Run, base_kl: list | None = None
+    student: Any,
+    examples: list[Trajectory],
+    config: Config,
+    run: Run,
+    base_kl: list | None = None,
 ) -> dict:
     """Return the KL of the validation rows, with 95 % intervals over their questions.
 
@@ -232,11 +232,10 @@ def evaluate(
     them as `by_question`. Under each of other_prompts it is KL(base || baked); `kept/kl` is its
     mean over these prompts.
     """
-    student = teacher.student
     baked = base_kl is not None
     rows = [row for row, example in enumerate(examples) if baked or not example.kept]
-    with logps.dropout_off(student), student.adapter(baked):
-        table = kl_of_rows(teacher, rows, examples, run, "val" if baked else "base")
+    split = "val" if baked else "base"
+    table = kl_of_rows(student, rows, examples, baked, config, run, split)
     rows_of = collections.defaultdict(list)  # name of the other prompt, "" for x0 -> rows
     for row in rows:
         rows_of[examples[row].kept].append(row)
@@ -322,8 +321,8 @@ def describe_run(
     return spec, meta_model
 
 
-def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> Teacher:
-    """Load the base model with a fresh LoRA, which is the student of the teacher returned."""
+def load_student(config: Config, data: Data, precision: Precision, run: Run) -> Student:
+    """Load the base model with a fresh LoRA; without it, the model is the teacher."""
     world = run.world
     torch.manual_seed(config.seed)  # the same LoRA on every rank
     memory = {"gradient_checkpointing": config.use_gradient_checkpointing}
@@ -332,17 +331,13 @@ def load_teacher(config: Config, data: Data, precision: Precision, run: Run) -> 
     model = models.load_policy(config.model_name, adapter, precision, world.device, **memory)
     student = Student(model, precision.autocast).to(world.device)
     check_head(student, data["train"], run)
-    return Teacher(student, config, world)
+    return student
 
 
+@cli.located()
+@cli.located({"init_adapter": "--resume_from"})
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
-    with cli.located({"init_adapter": "--resume_from"}):
-        return bake(argv)
-
-
-def bake(argv: list[str] | None) -> int:
-    """Train as the settings say; return 0."""
     # setup
     config = settings.read(argv)
     world = distributed.start(config)
@@ -357,7 +352,8 @@ def bake(argv: list[str] | None) -> int:
     questions = read_questions(config, data, encoder)
     pairs = itertools.product(columns, questions)
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
-    judge = read_judge(config, questions)
+    tried = zip(questions[:1], [""], strict=False)
+    judge = load_judge(config.judge, DEMO_JUDGE, tried) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     spec, meta_model = describe_run(config, data, reports, encoder, prompts, judge, plan)
     if config.check:
@@ -378,19 +374,19 @@ def bake(argv: list[str] | None) -> int:
         )
 
         # model
-        teacher = load_teacher(config, data, precision, run)
-        policy = Policy(teacher.student, world)
+        student = load_student(config, data, precision, run)
+        policy = Policy(student, world)
         run.try_largest_steps(
             policy,
             plan,
             lambda row: data["train"][row].num_tokens,
-            lambda step, rows: train_step(policy, step, rows, data["train"], teacher, run),
+            lambda step, rows: train_step(policy, step, rows, data["train"], config, run),
         )
         shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         rate = config.learning_rate or 0.0
         optimizer, schedule = policies.make_optimizer(policy, rate, plan.steps, *shape)
         done = run.restore(policy, optimizer, schedule)
-        base = run.once("base", lambda: evaluate(teacher, data["val"], run))
+        base = run.once("base", lambda: evaluate(student, data["val"], config, run))
         base_kl = base.pop("by_question", [])
         run.results["base"] = base
         run.say(f"base model without the prompt: kl {base['kl']:.4f} nats per token")
@@ -402,7 +398,7 @@ def bake(argv: list[str] | None) -> int:
                 is_base = step == 0 and not config.resume_from
                 if is_base:
                     return before(base, data["val"])
-                return evaluate(teacher, data["val"], run, base_kl)
+                return evaluate(student, data["val"], config, run, base_kl)
 
             run.validate(step, is_due, now)
 
@@ -413,9 +409,9 @@ def bake(argv: list[str] | None) -> int:
             rows = plan.batch(step)
             examples: Examples = data["train"]
             if config.on_policy:
-                examples = own_replies(teacher, rows, data["train"], step, encoder)
-            values = train_step(policy, step, rows, examples, teacher, run)
-            check_step(policy, step, values, rows, data["train"], teacher)
+                examples = own_replies(student, rows, data["train"], step, encoder, config, world)
+            values = train_step(policy, step, rows, examples, config, run)
+            check_step(policy, step, values, rows, data["train"], config, run)
             values["learning_rate"] = optimizer.param_groups[0]["lr"]
             policy.step(optimizer, schedule, values["grad_norm"])
             seconds = time.perf_counter() - start
@@ -430,7 +426,7 @@ def bake(argv: list[str] | None) -> int:
         last = run.restore_best()
         models.save_policy(policy, meta_model, encoder, run.folder / "model", world)
         if questions:
-            texts = replies.sample(teacher, last, columns, questions, encoder, run)
+            texts = replies.sample(student, last, columns, questions, encoder, config, run)
             means = {}
             if judge:
                 asked = zip(questions * len(texts), sum(texts.values(), []), strict=True)

@@ -193,6 +193,7 @@ def save_model(model: Model, folder: Path) -> None:
     save_file(model.state_dict(), folder / "model.safetensors")
 
 
+@cli.located()
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup

@@ -54,6 +54,7 @@ OUTPUTS = ["output", "output_dir", "result_dir", "out_dir", "cache_dir"]
 OUTPUTS += ["traj_out_file", "val_out_file"]
 Places = dict[str, str]  # setting -> `file:line: section.name`, or the flag that set it
 Hints = dict[str, Any]  # setting -> its type, or section -> its dataclass
+latest_places: Places = {}  # of parse_with_file()
 
 # --- flags ---------------------------------------------------------------------------------------
 
@@ -134,6 +135,8 @@ def parse_with_file(
     file, name -> dataclass; None: it has no sections. Raises UserError as parse() and read_file()
     do.
     """
+    global latest_places
+    latest_places = {}
     flags = given(config_class, argv)
     path = flags.get("config", config_class.config)
     values: dict[str, Any] = {}
@@ -143,7 +146,7 @@ def parse_with_file(
         hints = {name: hint for name, hint in hints.items() if name != "config"}
         values, places = read_file(hints, path)
     config = with_outputs(check_types(config_class(**(values | flags | {"config": path}))))
-    config.places = places | {name: f"--{name}" for name in flags}
+    config.places = latest_places = places | {name: f"--{name}" for name in flags}
     return config, config.places
 
 
@@ -351,14 +354,18 @@ def unknown(name: str, known: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def located(places: Places) -> Iterator[None]:
-    """Within it, an error about a setting begins with the file and line, or flag, that set it."""
+def located(places: Places | None = None) -> Iterator[None]:
+    """Within it, an error about a setting begins with the file and line, or flag, that set it.
+
+    places: None: as parse_with_file() has returned them last.
+    """
     try:
         yield
     except UserError as error:
         name = re.match(r"--(\w+)", str(error))
-        if name and name[1] in places:
-            error.args = (places[name[1]] + str(error)[name.end() :],)
+        known = latest_places if places is None else places
+        if name and name[1] in known:
+            error.args = (known[name[1]] + str(error)[name.end() :],)
         raise
 
 

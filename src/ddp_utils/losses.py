@@ -35,13 +35,8 @@ from ddp_utils.metrics import interval
 from ddp_utils.policy import Policy, ScorerModule
 
 # metrics that checks and results read, besides the loss itself
-NEEDED = [
-    "logps/chosen",
-    "logps/rejected",
-    "rewards/chosen",
-    "rewards/margins",
-    "rewards/accuracies",
-]
+NEEDED = ["logps/chosen", "logps/rejected", "rewards/chosen", "rewards/margins"]
+NEEDED += ["rewards/accuracies"]
 LEAST_NOISE = 0.0125  # in nats: that of rounding a logit of about 10 to bf16
 
 

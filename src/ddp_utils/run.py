@@ -66,7 +66,6 @@ class RunConfig(Protocol):
     """The settings that a Run reads."""
 
     restart: bool
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"]
     deterministic: bool
     save_every: int  # steps; 0: every 15 minutes
     keep_checkpoints: int
@@ -282,9 +281,9 @@ class Run:
         if self.world.is_main:
             self.bar.say(wrapped(line))
 
-    def warn(self, line: str) -> None:
-        """Print and keep a warning, once per run."""
-        if line not in self.warnings:
+    def warn(self, line: str | None) -> None:
+        """Print and keep a warning, once per run; None is none."""
+        if line and line not in self.warnings:
             self.say(line)
 
     def describe(self, **rows: str) -> None:
@@ -323,7 +322,6 @@ class Run:
         texts = columns(values, ["rewards/accuracies"] if is_tie and split == "train" else [])
         if split == "train":
             self.bar.reach(step, "  ".join(texts[:3]))
-        if split == "train":
             every = self.spec.log_every or math.ceil(self.steps / LINES)
             is_first = step == 1 and not self.spec.log_every
             echo = echo and not self.bar.is_shown and (step % every == 0 or is_first)
@@ -613,7 +611,11 @@ class Run:
         path = self.folder / f"{name}.json"
         if not distributed.on_main(self.world, path.exists):
             self.write_json(f"{name}.json", make())
-        return distributed.on_main(self.world, lambda: data.read_json(path))
+
+        def read() -> Any:  # a result may be NaN, which strict JSON does not have
+            return data.decode(data.content(path), path, decoder=data.ROWS)
+
+        return distributed.on_main(self.world, read)
 
     def reference_logps(
         self, numerics: dict, examples: dict, rows: dict, score: Callable[..., Tensor]

@@ -95,11 +95,7 @@ class Pair(NamedTuple):
 
 
 def read(
-    path: str,
-    backbones: dict,
-    settings: PairSettings,
-    limit: int = -1,
-    ddg: float | None = None,
+    path: str, backbones: dict, settings: PairSettings, limit: int = -1, ddg: float | None = None
 ) -> tuple[list[Pair], dict]:
     """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
 

@@ -244,6 +244,7 @@ def train_loss(folder: Path, after: int, until: int) -> float:
 # --- main ----------------------------------------------------------------------------------------
 
 
+@cli.located()
 def main(argv: list[str] | None = None) -> int:
     """Run the script with these flags, or with those of the command line; return 0."""
     # setup
@@ -346,9 +347,7 @@ def main(argv: list[str] | None = None) -> int:
             values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
             run.log(step + 1, values)
             run.bar.advance([values["loss"]])
-            warning = displacement.seen(values["rewards/chosen"])
-            if warning:
-                run.warn(warning)
+            run.warn(displacement.seen(values["rewards/chosen"]))
             end_epoch(step + 1)
             run.save_if_due(plan.due(config.save_every, step + 1))
     return 0

@@ -41,33 +41,17 @@ WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "
 WEIGHTS += ("training", "train_detail")  # Axolotl's
 WEIGHTS += ("loss_mask", "loss_scale", "trainable", "train_on_turn", "calculate_loss")
 WEIGHT_OF = {"none": 1, "": 1, "[]": 1, "1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0}
+WEIGHT_OF |= {"chosen": 1}  # the label of a pair
 # what a template silently leaves out if it does not mention it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a field of a message
 NEED_SUPPORT = {"system", "developer", "tool", "tools", "tool_calls", *THOUGHTS}
 # a field in a template: message.functions, message["functions"] or message.get("functions"); others
 # are fields of calls and tools, of loops, or methods
 FIELD = re.compile(r"""(?:\.|\[['"]|get\(['"])(\w+)""")
-NOT_OF_MESSAGES = {
-    "name",
-    "type",
-    "id",
-    "function",
-    "arguments",
-    "parameters",
-    "description",
-    "text",
-}
-NOT_OF_MESSAGES |= {"first", "last", "index", "index0", "length", "items", "keys", "values", "get"}
-NOT_OF_MESSAGES |= {
-    "split",
-    "strip",
-    "lstrip",
-    "rstrip",
-    "startswith",
-    "endswith",
-    "replace",
-    "upper",
-}
+NOT_OF_MESSAGES = {"name", "type", "id", "function", "arguments", "parameters", "description"}
+NOT_OF_MESSAGES |= {"text", "first", "last", "index", "index0", "length", "items", "keys", "values"}
+NOT_OF_MESSAGES |= {"get", "split", "strip", "lstrip", "rstrip", "startswith", "endswith", "upper"}
+NOT_OF_MESSAGES |= {"replace"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 HUMAN = "\n\nHuman:"
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
@@ -143,8 +127,11 @@ class Encoder:
         self.template = choose_template(tokenizer, chat_template)
         self.templated = bool(self.template)
         special = *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()
-        self.special = [*filter(str.strip, special)]  # white space may be an added token as well
+        # white space may be an added token as well
+        self.special = dict.fromkeys(filter(str.strip, special))
         self.borders = borders_of(tokenizer) if self.template else {}
+        self.border_lengths = lengths_by_first(self.borders)
+        self.border_starts = one_of(self.border_lengths)
         self.template_words = {"system", *re.findall(r"\w+", self.template)}
         self.shown_fields = {*FIELD.findall(self.template)} - NOT_OF_MESSAGES
         self.date = (date or today()) if "strftime_now" in self.template_words else ""
@@ -506,13 +493,28 @@ class Encoder:
 
         The beginning ends before a special token: a tokenizer encodes both sides independently.
         """
-        tokens = one_of(filter(text.__contains__, self.borders)).finditer(text)
-        *_, last = [None, *(token for token in tokens if self.borders[token[0]])]
-        head = text[: last.start()] if last else ""
-        if not last or not all(other.startswith(text[: last.end()]) for other in others):
+        start, stop = self.last_border(text)
+        head = text[:start]
+        if not stop or not all(other.startswith(text[:stop]) for other in others):
             return self.ids(text, *others)
         first, *rest = self.ids(head, *(full[len(head) :] for full in (text, *others)))
         return [first + ids for ids in rest]
+
+    def last_border(self, text: str) -> tuple[int, int]:
+        """Return start and stop of the last special token that divides a text; (0, 0) for none.
+
+        The tokenizer takes the longest token at each place. There may be thousands of tokens.
+        """
+        last, stop = (0, 0), 0
+        for match in self.border_starts.finditer(text):
+            start = match.start()
+            for length in self.border_lengths[match[0]] if start >= stop else ():
+                token = text[start : start + length]
+                if token in self.borders:
+                    stop = start + length
+                    last = (start, stop) if self.borders[token] else last
+                    break
+        return last
 
     def texts(self, replies: Iterable[Ids]) -> list[str]:
         """Return the texts of sampled replies, without special tokens and what is between them."""
@@ -532,7 +534,7 @@ class Encoder:
             prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
         # <s> is also the HTML of a text that is crossed out
-        special_starts = {*self.starts} & {*self.special} - {"<s>"}
+        special_starts = (self.special.keys() & self.starts) - {"<s>"}
         for turn in messages_of(prompt) if self.templated else []:
             self.check_one_turn("prompt", turn["content"] or "", special_starts)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
@@ -707,8 +709,19 @@ def borders_of(tokenizer: Any) -> dict[str, bool]:
     names = [token.content for token in tokens]
     # a second BOS is removed from the beginning of a text, see Encoder.ids()
     others = {tokenizer.bos_token, *(t.content for t in tokens if t.lstrip or t.single_word)}
-    others |= {name for name in names if any(name in longer for longer in names if longer != name)}
+    text = "\0".join(names)
+    others |= {name for name in names if text.count(name) > 1}  # a longer token contains it
     return {name: name not in others for name in names}
+
+
+def lengths_by_first(names: Iterable[str]) -> dict[str, list[int]]:
+    """Return first character -> lengths of the names that begin with it, the longest first."""
+    lengths: dict[str, list[int]] = {}
+    for name in sorted(names, key=len, reverse=True):
+        own = lengths.setdefault(name[0], [])
+        if len(name) not in own:
+            own.append(len(name))
+    return lengths
 
 
 # --- rows and messages ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def check_pairs(
         nll = -ref_logps[:, 0].sum().item() / sum(len(pair.chosen) for pair in pairs)
         warn_of_guessing(nll, policy.scorer.unwrap())
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
-        expected = loss_at_reference(policy.scorer, pairs, ref_logps, loss_of, micro_batch_size)
+        expected = loss_at_reference(policy.scorer, pairs, ref_logps, loss_of)
         checks.check_first_step(policy, means, score(), ref_logps, tokens, pairs, expected)
 
 
@@ -63,12 +63,9 @@ def warn_of_guessing(nll: float, model: Any) -> None:
 
 @torch.no_grad()
 def loss_at_reference(
-    scorer: Scorer, pairs: Sequence[Pair], ref_logps: Tensor, loss_of: Loss, size: int
+    scorer: Scorer, pairs: Sequence[Pair], ref_logps: Tensor, loss_of: Loss
 ) -> float:
     """Return the mean loss of pairs if their log-probs are those of the reference, [pairs, 2]."""
-    total = ref_logps.new_zeros((), dtype=torch.double)
-    for start in range(0, len(pairs), size):
-        part, known = pairs[start : start + size], ref_logps[start : start + size]
-        batch = scorer.collate(part, ref_logps.device)
-        total += loss_of(Known(known, scorer.precision), batch, known, part)[0].double().sum()
-    return total.item() / len(pairs)
+    batch = scorer.collate(pairs, ref_logps.device)
+    known = Known(ref_logps, scorer.precision)
+    return loss_of(known, batch, ref_logps, pairs)[0].double().mean().item()

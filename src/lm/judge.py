@@ -5,9 +5,8 @@ import inspect
 import math
 import numbers
 import runpy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +21,16 @@ Summary = dict[str, float | None]  # of all replies
 Judge = Callable[[str, str], Scores]  # of a prompt and a reply; with the attribute `digest`
 
 
-def load_judge(spec: str, root: Path | None = None) -> Judge:
+def load_judge(spec: str, demo: str = "", tried: Iterable[tuple[str, str]] = ()) -> Judge:
     """Return the judge that `file.py:function` names.
 
     The function takes a prompt and a reply, and returns a number or {name: number}. Its file is
     executed, so that it may be named on the command line or in config.py only.
-    root: the folder in which the file is; None: as for data files.
+    demo: the spec of the project's own judge, whatever the current folder contains.
+    tried: prompts and replies with which the judge is called once.
     """
     path, _, name = spec.rpartition(":")
-    file = root / path if root else data.resolve(path)
+    file = data.ROOT / path if spec == demo else data.resolve(path)
     if not path or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
     function: Any = runpy.run_path(str(file)).get(name)
@@ -59,6 +59,8 @@ def load_judge(spec: str, root: Path | None = None) -> Judge:
         return {key: float(score) for key, score in scores.items()}
 
     judge.digest = data.sha256(file)  # type: ignore[attr-defined]
+    for prompt, reply in tried:
+        judge(prompt, reply)
     return judge
 
 

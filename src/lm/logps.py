@@ -200,7 +200,8 @@ class Scorer(ScorerModule):
         super().__init__()
         self.model = model
         self.autocast = autocast  # torch.bfloat16, torch.float16 or None
-        self.full_logits = False  # use the model's logits of all tokens, see fast/self_test.py
+        # use the model's logits of all tokens, see fast/self_test.py
+        self.full_logits = not self.has_own_head()
         self.shared = False  # pack the examples of a batch, see fast/self_test.py
         self.attention = model.config._attn_implementation  # of padded rows and of generation
         self.gathered = contextlib.nullcontext  # a context in which a sharded layer is complete
@@ -260,6 +261,11 @@ class Scorer(ScorerModule):
         is_plain = head is None or (scale == 1.0 and not cap)
         return model.base_model, head if is_plain else ScaledHead(head, scale, cap)
 
+    def has_own_head(self) -> bool:
+        """Return whether the model has an output layer, and a transformer that stops before it."""
+        backbone, head = self.backbone_and_head()
+        return head is not None and backbone is not self.unwrap()
+
     def set_layout(self, shared: bool) -> None:
         """Pack the examples of the following batches, or pad them."""
         self.shared = shared
@@ -289,12 +295,10 @@ class Scorer(ScorerModule):
         model = self.unwrap()
         settings, model.generation_config = model.generation_config, GenerationConfig()
         head = model.get_output_embeddings() or nn.Identity()
-        hook = head.register_forward_pre_hook(contiguous)
         try:
-            with self.autocasting(device):
+            with head.register_forward_pre_hook(contiguous), self.autocasting(device):
                 yield
         finally:
-            hook.remove()
             model.generation_config = settings
             self.model.train()
             self.set_layout(shared)

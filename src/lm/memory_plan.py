@@ -217,8 +217,6 @@ def need(
     for shared in (False,) if config.layout == "separate" else (True, False):
         scorer = build(config, precision, model_config)
         sizes = sizes_of(scorer, model_config)
-        backbone, head = scorer.backbone_and_head()
-        scorer.full_logits = backbone is scorer.unwrap() or head is None
         scorer.set_layout(shared)
         if shared and device != "cpu" and scorer.precision.itemsize == 2:
             scorer.unwrap().set_attn_implementation("attend_on_gpu")

@@ -87,10 +87,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_tokenizer(
-    name: Name,
-    init_adapter: Name = "",
-    chat_template: str = "auto",
-    needs_weights: bool = True,
+    name: Name, init_adapter: Name = "", chat_template: str = "auto", needs_weights: bool = True
 ) -> model_files.Tokenizer:
     """Return the tokenizer and chat template of a model, or of the adapter that it begins with.
 
@@ -339,10 +336,8 @@ def find_unreached(model: Model) -> tuple[str, ...]:
         parents.update(prefixes(name))
     parts = []
     for name in unused:
-        part = next(prefix for prefix in prefixes(name) if prefix not in parents)
-        if part not in parts:
-            parts.append(part)
-    return tuple(parts)
+        parts.append(next(prefix for prefix in prefixes(name) if prefix not in parents))
+    return tuple(dict.fromkeys(parts))
 
 
 def prefixes(name: str) -> list[str]:

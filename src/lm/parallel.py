@@ -54,7 +54,7 @@ def complete(
     in DeepSpeed's file, and for values that DeepSpeed does not accept.
     """
     if config.mixed_precision == "fp16" and world.device.type == "cpu":
-        raise UserError("--mixed_precision fp16: slow on a CPU; use no")
+        raise UserError("--mixed_precision fp16: slow on a CPU; switch it off")
     if config.mixed_precision == "auto":
         vars(config).get("places", {}).pop("mixed_precision", None)  # the user has not chosen one
         names: dict[Any, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -17,14 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ddp_utils import UserError
-from ddp_utils.data import (
-    ROOT,
-    DataFile,
-    broken_link,
-    digest_of_data,
-    digest_of_files,
-    write_file,
-)
+from ddp_utils.data import ROOT, DataFile, broken_link, digest_of_data, digest_of_files, write_file
 from ddp_utils.sampler import seed_of
 
 # columns of Rows.table: where the row's three lists of token ids and its texts end in the file, a

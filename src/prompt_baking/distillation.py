@@ -46,28 +46,16 @@ class Student(logps.Scorer):
         with self.model.disable_adapter():
             return batch._replace(teacher_states=self.states(batch.teacher))
 
+    def batch(self, rows: Sequence[Trajectory], device: torch.device) -> Batch:
+        """Return the batch of these rows, with the states of the prompted base model."""
+        return self.teach(trajectories.collate(rows, device, self.shared))
+
     def adapter(self, baked: bool) -> contextlib.AbstractContextManager:
         """Return a context in which the model has its LoRA, or in which it is the base model."""
         return contextlib.nullcontext() if baked else self.model.disable_adapter()
 
     def example(self, device: torch.device) -> Any:
-        row = Trajectory([0], [0], [0], "", "")
-        return self.teach(trajectories.collate([row], device, self.shared))
-
-
-class Teacher:
-    """Makes batches that contain the hidden states of the prompted base model."""
-
-    def __init__(self, student: Student, config: Config, world: World):
-        self.student = student
-        self.config = config
-        self.world = world
-
-    def __call__(self, index: Sequence[int], examples: Any) -> Batch:
-        """Return the batch of the rows `index`; examples: row -> Trajectory."""
-        rows = [examples[row] for row in index]
-        batch = trajectories.collate(rows, self.world.device, self.student.shared)
-        return self.student.teach(batch)
+        return self.batch([Trajectory([0], [0], [0], "", "")], device)
 
 
 def check_targets(model: Any, targets: str) -> None:
@@ -87,16 +75,20 @@ def check_head(student: Student, rows: list[Trajectory], run: Run) -> None:
 
 
 def own_replies(
-    teacher: Teacher, rows: list[int], examples: list[Trajectory], step: int, encoder: Encoder
+    student: Student,
+    rows: list[int],
+    examples: list[Trajectory],
+    step: int,
+    encoder: Encoder,
+    config: Config,
+    world: World,
 ) -> dict[int, Trajectory]:
     """Sample a new reply of the student to each of some rows; return row -> trajectory."""
-    config = teacher.config
     limits = config.max_new_tokens, config.batch_size, sampler.seed_of(config.seed, step)
     spec = sampling.SampleSpec(1.0, 1.0, *limits)  # the loss is a mean over the student's replies
     prompts = [examples[row].student for row in rows]
-    world = teacher.world
-    ends = sampling.ends_of(teacher.student, encoder)
-    replies = sampling.generate(teacher.student, prompts, ends, world, spec, keep_end=True)
+    ends = sampling.ends_of(student, encoder)
+    replies = sampling.generate(student, prompts, ends, world, spec, keep_end=True)
     sampled = {}
     for row, reply in zip(rows, replies, strict=True):
         sampled[row] = examples[row]._replace(reply=reply)

@@ -13,7 +13,8 @@ from lm import sampling
 from lm.chat_template import Encoder
 from lm.judge import Judge, as_text, difference
 from prompt_baking import trajectories
-from prompt_baking.distillation import Teacher
+from prompt_baking.distillation import Student
+from prompt_baking.train_config import Config
 
 FIX = "use a larger --retain_share, or more --retain_prompts like it"
 MIN_OBEYED = 0.9  # of the base model's rate at which another prompt is obeyed
@@ -45,15 +46,15 @@ def columns_of(x0: str, others: dict[str, str]) -> list[Column]:
 
 
 def sample(
-    teacher: Teacher,
+    student: Student,
     step: int,
     columns: list[Column],
     questions: list[str],
     encoder: Encoder,
+    config: Config,
     run: Run,
 ) -> Texts:
     """Return the replies of all columns to the questions; step: of the weights."""
-    config, student = teacher.config, teacher.student
     limits = config.max_new_tokens, config.sample_batch_size
     spec = sampling.SampleSpec(config.temperature, config.top_p, *limits, config.seed)
     ends = sampling.ends_of(student, encoder)

@@ -90,13 +90,12 @@ def our_loop(folder, rows):
     data = {"train": [trajectories.Trajectory(*row, "", "") for row in rows]}
     run = SimpleNamespace(world=world)
     run.reduce = lambda averages, norm: averages.reduce(equal={"grad_norm": norm})
-    teacher = distillation.Teacher(student, config, world)
     policy = Policy(student, world)
     optimizer, schedule = make_optimizer(policy, 3e-3, 1000, "constant", 0.0, config.weight_decay)
 
     def step():
         everything = range(len(rows))
-        found = train_loop.train_step(policy, 1, everything, data["train"], teacher, run)
+        found = train_loop.train_step(policy, 1, everything, data["train"], config, run)
         policy.step(optimizer, schedule, found["grad_norm"])
         return found["loss"]
 

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import uuid
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
@@ -18,7 +20,7 @@ from conftest import ROOT
 from ddp_utils import UserError
 from ddp_utils.data import DataFile
 from lm import all_cores, preference_data
-from lm.chat_template import Encoder, borders_of
+from lm.chat_template import Encoder, borders_of, lengths_by_first
 from lm.models import load_tokenizer
 
 
@@ -216,6 +218,14 @@ def test_a_border_is_a_token_that_leaves_its_surroundings_alone():
     ]  # fmt: skip
     tokenizer.split_special_tokens = True
     assert borders_of(tokenizer) == {}
+
+
+def test_of_several_tokens_at_one_place_the_longest_divides_a_text():
+    borders = {"ab": False, "ab<": True, "<x>": True}  # "ab<" leaves "x>", which is no token
+    encoder = SimpleNamespace(borders=borders, border_lengths=lengths_by_first(borders))
+    encoder.border_starts = re.compile("a|<")
+    for text, expected in (("1ab<x>", (1, 4)), ("1ab <x>2", (4, 7)), ("1ab2", (0, 0))):
+        assert Encoder.last_border(encoder, text) == expected, text
 
 
 def test_the_demo_is_encoded_by_parts():

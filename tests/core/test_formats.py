@@ -164,6 +164,7 @@ RIGHT += [
     {"score": 0.7},
     {"preference": " Chosen"},
     {"label": True},
+    {"label": "chosen"},
     {"labels": ["math"]},
     {"margin": 0.0, "score": 0},  # a tie
     {"preference": "The user likes responses that are concise."},

@@ -207,6 +207,8 @@ def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
     """Llama-4's base_model is the whole model: it returns logits, no hidden states."""
     sizes = dict(intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=8)
     config = transformers.Llama4TextConfig(**EIGHT, **sizes, no_rope_layers=[1, 0])
+    chosen, rejected = logps.Scorer(build(config, 3.0))(logps.collate(PAIRS))  # the trial of DDP
+    assert chosen.shape == rejected.shape == (len(PAIRS),)
     scorer, head, _ = checked(build(config, 3.0))
     assert "using the model's full logits" in head
     assert_as_alone(scorer, config, 3.0)

@@ -1,6 +1,7 @@
 """A run records its code, and flipped bits in its files are detected."""
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import faults
 import programs
 from config import Config
 from conftest import ROOT
-from ddp_utils import plots, run
+from ddp_utils import UserError, plots, run
 from ddp_utils.distributed import World
 from ddp_utils.tools import changes
 
@@ -96,6 +97,18 @@ def test_a_script_that_differs_from_its_last_commit_is_named(monkeypatch):
         assert changes.of_script(MAIN) == expected
     monkeypatch.setattr(changes, "git", lambda *_: None)
     assert changes.of_script(MAIN) == ""
+
+
+def test_a_result_that_is_nan_is_read_again_by_the_next_start(tmp_path):
+    """Otherwise no start of the run could end."""
+    record = object.__new__(run.Run)
+    record.folder, record.world = tmp_path, World()
+    for made in (math.nan, 2.0):  # the second start makes none
+        found = record.once("parts/test-step-00000003", lambda made=made: {"loss": made})
+        assert math.isnan(found["loss"])
+    (tmp_path / "parts/test-step-00000003.json").write_text('{"loss": Na}')
+    with pytest.raises(UserError, match="not JSON"):
+        record.once("parts/test-step-00000003", dict)
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")

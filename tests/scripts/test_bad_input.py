@@ -153,6 +153,26 @@ def test_every_program_rejects_weights_that_do_not_fit_the_model(how, folder, re
     assert capfd.readouterr().err == ""
 
 
+def test_a_setting_that_fails_after_reading_is_located_in_its_yaml(folder, replies):
+    """The model is looked for long after the file was read; a flag has no line."""
+    (folder / "c.yaml").write_text("\nseed: 3\nmodel_name: ./nothing\n")
+    (folder / "adapter.yaml").write_text("resume_from: ./nothing\n")
+    asked = f"--question_dataset {ROOT}/data/demo/questions_test.jsonl"
+    place = "../c.yaml:3: model_name: there is no folder"
+    for program, flags, begins in (
+        (main_distributed, "--config ../c.yaml", place),
+        (generate_data, f"--config ../c.yaml {asked}", place),
+        (train_loop, f"--config ../c.yaml {replies}", place),
+        (
+            train_loop,
+            f"--config ../adapter.yaml {replies}",
+            "../adapter.yaml:1: resume_from: there is",
+        ),
+        (main_distributed, "--model_name ./nothing", "--model_name: there is no folder"),
+    ):
+        assert error_of(program.main, flags.split(), folder).startswith(begins), flags
+
+
 def edit(folder, source, file, **changes):
     """Return a copy of a folder, one of its JSON files with other values."""
     shutil.copytree(source, folder)

@@ -231,9 +231,8 @@ def test_kl_is_measured_for_each_other_prompt(student):
     run = SimpleNamespace(world=distributed.World(), evaluation=lambda _, batches, table: batches)
     run.results = {"base": {"kl": 2.0}}
     config = Config(batch_size=2)
-    teacher = distillation.Teacher(student, config, run.world)
     base_kl = [11.0, 3.0]  # of both questions, 14 / 7 = 2.0 per token
-    values = train_loop.evaluate(teacher, rows, run, base_kl)
+    values = train_loop.evaluate(student, rows, config, run, base_kl)
     questions = [costs[0] + costs[2], costs[1]], [6, 1]
     kl, half = sum(questions[0]) / 7, half_of(*questions)
     share, half_share = 1 - sum(questions[0]) / 14, half_of(questions[0], base_kl)
@@ -245,7 +244,7 @@ def test_kl_is_measured_for_each_other_prompt(student):
     for name, (mean, width) in (with_intervals | {"kept/kl": (kept, half_kept)}).items():
         expected |= {name: mean, f"{name}_low": mean - width, f"{name}_high": mean + width}
     assert values == pytest.approx(expected, rel=1e-5, abs=1e-5)  # fp32
-    base = train_loop.evaluate(teacher, rows, run)
+    base = train_loop.evaluate(student, rows, config, run)
     assert len(base["by_question"]) == 2 and min(base["by_question"]) > 0
     assert sum(base["by_question"]) / 7 == pytest.approx(base["kl"])
 

@@ -6,10 +6,11 @@ of a pair once. A model that does not support one of them falls back to the plai
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_utils import UserError, distributed, out_of_memory
 from ddp_utils.distributed import World
@@ -90,10 +91,9 @@ def check_head(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> s
             scores.append(logps.picked_logps(logits, torch.tensor(response, device=device)))
         return torch.cat(scores)
 
-    scorer.full_logits = False
-    backbone, head = scorer.backbone_and_head()
     reason: str | None = "it has no separate output layer"
-    if head is not None and backbone is not scorer.unwrap():
+    if scorer.has_own_head():
+        scorer.full_logits = False
         reason = _find_difference(scorer, pairs, device, [with_fast_head, with_full_logits])
     scorer.full_logits = reason is not None
     if reason is None:
@@ -163,11 +163,6 @@ def _find_difference(
     return None
 
 
-@contextlib.contextmanager
-def scaled_logits(head: nn.Module, factor: float) -> Iterator[None]:
-    """Multiply the output of the head, as in a model that is more certain."""
-    handle = head.register_forward_hook(lambda _module, _inputs, output: output * factor)
-    try:
-        yield
-    finally:
-        handle.remove()
+def scaled_logits(head: nn.Module, factor: float) -> RemovableHandle:
+    """Multiply the output of the head within a `with`, as in a model that is more certain."""
+    return head.register_forward_hook(lambda _module, _inputs, output: output * factor)

@@ -141,21 +141,6 @@ def given(settings: dict[str, Any]) -> dict[str, tuple]:
     return values
 
 
-def total_batch_size(
-    settings: dict[str, Any], path: str, values: dict[str, Any], world_size: int
-) -> int:
-    """Return the rows of a step; raise UserError if the JSON has another number."""
-    accumulation, size = values["gradient_accumulation_steps"], values["micro_batch_size"]
-    product = world_size * accumulation * size
-    total = settings.get("train_batch_size", "auto")
-    if total not in ("auto", product):
-        line = json_settings.line_of("train_batch_size", path)
-        factors = f"{world_size} ranks x {accumulation} accumulation x {size} = {product}"
-        problem = f"train_batch_size is {total}, but {factors}"
-        raise UserError(f'{line}: {problem}; use that, or "auto"')
-    return product
-
-
 def filled(
     settings: dict[str, Any], path: str, values: dict[str, Any], world: "World", width: int
 ) -> dict[str, Any]:
@@ -173,13 +158,16 @@ def filled(
         ready["communication_data_type"] = "fp32"
     ready |= settings | {"zero_force_ds_cpu_optimizer": False}  # AdamW is torch's
     ready.pop("optimizer", None)
-    for key, name in SAME.items():
-        if settings.get(key, "auto") not in ("auto", values[name]):
+    accumulation, size = values["gradient_accumulation_steps"], values["micro_batch_size"]
+    factors = f"{world.world_size} ranks x {accumulation} accumulation x {size}"
+    expected = {key: values[name] for key, name in SAME.items()}
+    expected["train_batch_size"] = world.world_size * accumulation * size
+    for key, value in expected.items():
+        if settings.get(key, "auto") not in ("auto", value):
             line = json_settings.line_of(key, path)
-            problem = f"{key} is {settings[key]}, but here it is {values[name]}"
-            raise UserError(f'{line}: {problem}; use that, or "auto"')
-        ready[key] = values[name]
-    ready["train_batch_size"] = total_batch_size(settings, path, values, world.world_size)
+            here = f"{factors} = {value}" if key == "train_batch_size" else f"here it is {value}"
+            raise UserError(f'{line}: {key} is {settings[key]}, but {here}; use that, or "auto"')
+        ready[key] = value
     zero = ready["zero_optimization"] = dict(settings.get("zero_optimization", {}))
     for key, value in zero.items():  # DeepSpeed has defaults for other keys that are "auto"
         if value == "auto" and key in BUCKETS:
