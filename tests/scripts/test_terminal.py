@@ -57,7 +57,7 @@ def test_a_run_on_a_terminal(columns, tmp_path):
     shown = {steps: 60 * int(minutes) + int(seconds) for steps, minutes, seconds in live}
     before = [60 * int(minutes) + int(seconds) for steps, minutes, seconds in live if steps == "0"]
     seconds = int(re.search(r"finished after 6 steps in (\d+) s", text)[1])
-    # the bar begins again with the first step, so that its speed is that of the steps
+    # with the first step, the clock of the bar starts: before it, other work was timed
     assert shown["0"] == 0 or shown["0"] < max(before), text
     assert 0 <= seconds - max(before) - shown["6"] <= 2 + seconds / 2, text
     assert "\nstep " not in text  # and no second one for the same steps
