@@ -76,7 +76,7 @@ export CCL_KVS_MODE="${CCL_KVS_MODE:-mpi}" FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MO
 limit=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/.*Resource_List.walltime = //p' || true)
 if [[ "$limit" =~ ^([0-9]+):([0-9]+):([0-9]+)$ ]]; then
   hours=10#${BASH_REMATCH[1]} minutes=10#${BASH_REMATCH[2]} seconds=10#${BASH_REMATCH[3]}
-  export DDP_JOB_END=$(($(date +%s) + (hours * 60 + minutes) * 60 + seconds))
+  export DDP_JOB_END=$(($(date +%s) - SECONDS + (hours * 60 + minutes) * 60 + seconds))
 fi
 
 exec mpiexec -n "$WORLD_SIZE" -ppn "$per_node" --hostfile "$PBS_NODEFILE" --cpu-bind "$bind" \

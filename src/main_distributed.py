@@ -309,6 +309,8 @@ def describe_run(
         inputs["content of judge"] = judge.digest
     if config.sharding_config:  # as in the file, before its "auto" is replaced
         inputs[f"content of {config.strategy}_config"] = digest_of_files([], config.sharding)
+    if config.lr_scaling == "world_size":
+        inputs["processes (lr_scaling)"] = str(world.world_size)
     parallel.check(strategy_of(config), meta_model)
     size, precision = micro_batch_size(config, world), precision_of(config, world.device)
     parallel.complete(config, size, precision, meta_model, world)

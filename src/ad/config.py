@@ -129,9 +129,10 @@ class Config:
 
 SOURCE_SETTINGS = """env grid_size horizon n_task source alg_seed source_lr source_optimism
 share_table source_noise n_stream total_source_timesteps"""
-POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head n_transit horizon
-n_stream compress_interval train_n_stream train_source_timesteps eval_episodes eval_copies
-summary_interval total_source_timesteps source_lr eval_temperature eval_explore_temperature"""
+POSITIVE = """lr train_batch_size test_batch_size tf_n_embd tf_n_layer tf_n_head tf_n_inner
+n_transit horizon n_stream compress_interval train_n_stream train_source_timesteps eval_episodes
+eval_copies summary_interval total_source_timesteps source_lr eval_temperature
+eval_explore_temperature"""
 NOT_NEGATIVE = """train_timesteps num_warmup_steps eval_interval gen_interval ckpt_interval alg_seed
 env_split_seed n_task source_optimism"""
 FRACTIONS = "tf_dropout tf_attn_dropout beta1 beta2 label_smoothing train_env_ratio source_noise"

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ad import sources, windows
@@ -249,7 +250,7 @@ def load(folder: Path) -> tuple[Model, Config]:
         config = Config(**{k: v for k, v in saved.items() if k not in cli.IGNORED})  # of old runs
         model = Model(config).eval()  # UserError if the package of the environment is missing
         model.load_state_dict(load_file(folder / "model" / "model.safetensors"))
-    except (TypeError, FileNotFoundError, RuntimeError):
+    except (TypeError, FileNotFoundError, RuntimeError, SafetensorError):
         raise not_finished from None
     return model, config
 

@@ -30,6 +30,7 @@ import time
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,7 +39,8 @@ from ad.config import Config
 from ad.model import Distiller, Model
 from ad.windows import Histories
 from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler, terminal
-from ddp_utils.data import digest_of_files, resolve
+from ddp_utils.checkpoints import check_writable
+from ddp_utils.data import digest_of_files, resolve, write_file
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, make_optimizer
 from ddp_utils.run import Run, RunSpec, check
@@ -77,9 +79,14 @@ def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
     """Return the histories of the training and the held-out tasks; collect them if needed."""
 
     def collect() -> None:
-        if not path.exists() and config.source != "imported":
-            returns = windows.collect(config, path)
-            print(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
+        if path.exists() or config.source == "imported":
+            return
+        check_writable("--traj_file", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock")):  # of runs that are started together
+            if not path.exists():
+                returns = windows.collect(config, path)
+                print(f"collected {path}: return {returns[0]:.2f}, at the end {returns[-1]:.2f}")
 
     distributed.on_main(world, collect)
     arrays = distributed.on_each(world, lambda: windows.read(path, config))
@@ -189,8 +196,8 @@ def validate(step: int, policy: Policy, data: Histories, config: Config, run: Ru
 
 def save_model(model: Model, folder: Path) -> None:
     """Write the weights; config.json of the run describes the architecture."""
-    folder.mkdir(exist_ok=True)
-    save_file(model.state_dict(), folder / "model.safetensors")
+    with write_file(folder / "model.safetensors") as file:
+        save_file(model.state_dict(), file)
 
 
 @cli.located()
@@ -256,9 +263,9 @@ def main(argv: list[str] | None = None) -> int:
                 values["peak_memory_mb"] = metrics.peak_memory_mb(world.device)
                 run.log(step + 1, values)
                 seconds = []
-            validate(step + 1, policy, held_out, config, run)
             run.step = step + 1
             run.save_if_due(is_due(config.ckpt_interval, step + 1, config))
+            validate(step + 1, policy, held_out, config, run)  # takes a while, and cannot stop
 
         # results
         distributed.on_main(world, lambda: save_model(model, run.folder / "model"))

@@ -24,7 +24,6 @@ from ad import sources
 from ad.config import Config
 from ad.model import EPISODE, INSIDE, REGION, Tokens
 from ddp_utils import UserError
-from ddp_utils.checkpoints import check_writable
 from ddp_utils.data import write_file
 from ddp_utils.distributed import to_device
 
@@ -39,7 +38,6 @@ def collect(config: Config, path: Path) -> Array:
 
     The histories of held-out tasks are for the loss: a source that must know its tasks knows these.
     """
-    check_writable("--traj_file", path)
     tasks = config.environment.tasks(config.n_task)
     size = config.n_stream, config.source_steps
     histories = sources.histories(config, tasks, *size)
@@ -67,6 +65,8 @@ def read(path: Path, config: Config) -> Arrays:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ARRAYS}
             collected = json.loads(str(file["meta"]))
+    except OSError as error:
+        raise UserError(f"--traj_file: {path}: {error.strerror}; use another file") from error
     except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError) as error:
         problem = "is damaged or is not a file of histories"
         raise UserError(f"--traj_file: {path} {problem}; remove it to collect it again") from error

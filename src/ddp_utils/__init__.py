@@ -80,6 +80,15 @@ def cpus() -> int:
     return os.cpu_count() or 1
 
 
+def start_of(process: int) -> float:
+    """Return when a process was started, in seconds of time.monotonic(); 0 if that is unknown."""
+    try:  # the 22nd field, in ticks since the system was started
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def end_with_parent() -> None:
     """Let Linux kill this process when the one that has started it ends, even by SIGKILL."""
     if sys.platform == "linux":

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddp_utils import UserError, data, distributed
+from ddp_utils import UserError, data, distributed, start_of
 from ddp_utils.distributed import World
 
 MANIFEST = "manifest.json"
@@ -270,10 +270,7 @@ def start_facts() -> dict[str, Any]:
     started_by = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
-        started_by = f"{platform.node()} {parent}"
-        with contextlib.suppress(OSError):  # the 22nd field is the time of its start
-            status = Path(f"/proc/{parent}/stat").read_text()
-            started_by += " " + status.rpartition(")")[2].split()[19]
+        started_by = f"{platform.node()} {parent} {start_of(parent)}"
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return {
         "started_by": started_by,

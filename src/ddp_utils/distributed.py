@@ -32,6 +32,7 @@ from ddp_utils import (
     open_standard_streams,
     parse_number,
     save_seconds,
+    start_of,
     stop_signals,
     user_error,
 )
@@ -449,7 +450,7 @@ def _wait_for(store: dist.Store, key: str) -> bytes:
 
 # --- how a process ends --------------------------------------------------------------------------
 
-_started = time.monotonic()
+_started = time.monotonic()  # of this process, or of the launcher that restarts ranks
 _launcher_pid: int | None = None
 _world = World()
 warnings: list[str] = []  # of this script
@@ -465,7 +466,7 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
 
     saves: stop_signals() ask main() to save and end; without it, they end the program at once.
     """
-    global _launcher_pid, _world
+    global _launcher_pid, _started, _world
     code = 1
     open_standard_streams()
     check_clone()
@@ -478,6 +479,8 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
             _world = whoami()
         if _world.launcher not in ("python", "environment"):  # a shell may end before
             _launcher_pid = os.getppid()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # it may have started these ranks again
+            _started = start_of(os.getppid()) or _started
         code = main() or 0
         if dist.is_initialized():
             dist.barrier()

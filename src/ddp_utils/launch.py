@@ -91,6 +91,8 @@ def main(count: str, *program: str) -> int:
     for attempt in range(restarts + 1):
         start(program, processes, nodes, parse_number("NODE_RANK", node, 0, nodes - 1), attempt)
         codes = wait(seconds_to_save)
+        if received:  # perhaps before a rank could handle it
+            codes = [85 if -code in received else code for code in codes]
         # 1 is a bug or the loss of another rank; any status above would only come again
         status = next((code for code in codes if code > 1), int(any(codes)))
         if status != 1 or received or nodes > 1 or min(codes) >= 0:

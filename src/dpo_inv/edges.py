@@ -144,7 +144,8 @@ class EdgeNetwork(torch.autograd.Function):
         to_table, to_edges, to_own = map(torch.zeros_like, (table, edges, own))
         to_edge_weight, to_weight, to_bias = map(torch.zeros_like, (edge_weight, weight, bias))
         gelu_backward = torch.ops.aten.gelu_backward
-        for part, first, second in ctx.kept:
+        while ctx.kept:  # frees each part; the outputs of a batch live until the next one's forward
+            part, first, second = ctx.kept.pop(0)
             down = gradient[:, part]
             if valid is not None:
                 down = down[..., None, :] * valid[part, :, None]

@@ -238,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
         config.output = config.output or data.output_path("mutants.csv")
     if config.output:
         checkpoints.check_writable("--output", data.temporary_of(config.output))
+        if Path(config.output).is_dir():
+            raise UserError(f"--output: {config.output} is a folder; use the name of a file")
     if config.mutants:
         score_mutants(config)
         return 0

@@ -261,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     inputs = {f"content of {split}": pairs.digest(rows) for split, rows in data.items()}
     inputs["global_batch"] = str(plan.global_batch)
     inputs["content of base_model_name"] = model.base["digest"]
+    if config.lr_scaling == "world_size":
+        inputs["processes (lr_scaling)"] = str(world.world_size)
     spec = runs.RunSpec(
         folder=Path(config.output_dir),
         steps=plan.steps,
@@ -317,6 +319,7 @@ def main(argv: list[str] | None = None) -> int:
             if data["val"]:
                 values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
                 if step == plan.steps:
+                    run.save()  # the designs take a while, in which a run cannot stop
                     values |= evaluate.compare_natives(natives_before, natives())
                 run.results["before" if step == 0 < plan.steps else "val"] = values
             run.log(step, values, "val", echo=False)

@@ -17,7 +17,7 @@ import reading
 import runs
 import train
 from conftest import ROOT
-from ddp_utils import UserError, checks, distributed
+from ddp_utils import NonFiniteError, UserError, checks, distributed
 from ddp_utils.policy import LossScale, Policy, Precision
 from lm import logps, merge, models
 from lm.chat_template import Encoder
@@ -288,6 +288,16 @@ def test_an_overflow_of_fp16_in_the_first_step_is_skipped(tmp_path):
     norms = [line["grad_norm"] for line in lines if line["split"] == "train"]
     assert norms[0] is None and norms[1] > 0
     assert scales == [512, 256]
+
+
+def test_a_gradient_that_is_nan_at_every_loss_scale_of_fp16_is_an_error():
+    """Otherwise the scale would fall to 0, and no step would be taken in a whole run."""
+    policy = SimpleNamespace(overflows=lambda norm: True, loss_scale=LossScale(enabled=True))
+    means = {"loss": 1.0, "grad_norm": math.nan}
+    checks.check_gradient(policy, 7, means, "full")
+    policy.loss_scale.scale = 0.5
+    with pytest.raises(NonFiniteError, match="^step 8: the gradient is not finite"):
+        checks.check_gradient(policy, 7, means, "full")
 
 
 def test_another_reference_model_is_scored_in_its_place(tmp_path):

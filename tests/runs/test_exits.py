@@ -160,12 +160,39 @@ def test_signals_reach_all_ranks(number, status, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_a_signal_before_the_ranks_can_save_is_no_failure(number, status, tmp_path):
+    """They are still importing, and the signal kills them: a job is queued again."""
+    line = "signal.signal(2, signal.SIG_DFL)\nprint('ready', flush=True)\ntime.sleep(900)"
+    process = launcher(tmp_path, line)
+    signalled(process, number)
+    assert process.returncode == status
+
+
+def test_the_time_of_a_run_begins_with_the_launcher_that_restarts_its_ranks(tmp_path):
+    line = """
+from ddp_utils import distributed, start_of
+begin = time.monotonic()
+def main():
+    assert distributed._started == start_of(os.getppid()) < begin, distributed._started
+    assert 0 < begin - start_of(os.getpid()) < 60 and start_of(2**30) == 0
+    if attempt == 0:
+        os.kill(os.getpid(), 9)
+    assert begin - distributed._started > 1
+time.sleep(1)
+del os.environ["WORLD_SIZE"]  # no group is needed
+distributed.run(main)"""
+    process = launcher(tmp_path, line)
+    output = process.communicate(timeout=LIMIT)[0]
+    assert (process.returncode, output.count("attempt 1")) == (0, 2), output
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
 def test_a_signal_in_the_last_moments_of_a_program_starts_no_other(number, status, tmp_path):
     """It has done all of its work, and ends with 0; the next one has not been signalled."""
     body = SAVES.replace("_exit(85)", "_exit(0)").replace("exit(130)", "exit(0)")
     process = launcher(tmp_path, body, "--then", tmp_path / "program.py")
     rest = signalled(process, number)
-    assert process.returncode == status and "ready" not in rest
+    assert process.returncode == status and "ready" not in rest, rest
 
 
 def test_programs_run_one_after_another_until_one_fails(tmp_path):

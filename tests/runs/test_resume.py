@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 import faults
+import main_distributed
 import runs
 from conftest import ROOT
-from ddp_utils import checkpoints
+from ddp_utils import checkpoints, run
+from dpo_inv import run_dpo_ddp
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,21 @@ OTHERS = {
     ("--learning_rate", "1e-4"): "learning_rate: 0.001 -> 0.0001",
     ("--max_rows", "39"): "max_rows: 40 -> 39, content of train: ",
 }
+
+
+def test_f7_nor_on_other_processes_if_the_learning_rate_is_that_of_their_number(
+    monkeypatch, tmp_path
+):
+    inputs = []
+    monkeypatch.setattr(main_distributed, "check", lambda spec, *_: inputs.append(spec.inputs))
+    monkeypatch.setattr(run, "check", lambda spec, *_: inputs.append(spec.inputs))
+    protein = ["--base_model_name", str(ROOT / "data/demo/protein_model.pt")]
+    protein += ["--train_data", str(ROOT / "data/input/test_data_real.json"), "--max_rows", "4"]
+    for main, flags in ((main_distributed.main, []), (run_dpo_ddp.main, protein)):
+        for scaling in ("world_size", "none"):
+            main([*flags, "--lr_scaling", scaling, "--check"])
+        is_input = ["processes (lr_scaling)" in found for found in inputs[-2:]]
+        assert is_input == [True, False] and len(inputs) in (2, 4)
 
 
 @pytest.mark.parametrize("flags", OTHERS)

@@ -2,7 +2,12 @@
 
 import dataclasses
 import itertools
+import json
 import math
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +20,7 @@ from ad.config import Config, read
 from ad.model import EPISODE, INSIDE, REGION, Cache, Model, Tokens, rotate
 from ad.model import rotations as rotations_of
 from ddp_utils import UserError
+from ddp_utils.distributed import World
 
 # windows of three episodes, of which one is dropped; 25 goals, 6 streams of 10 episodes
 WORDS = """grid_size=5 horizon=4 n_transit=12 n_stream=6 total_source_timesteps=240
@@ -268,9 +274,40 @@ def test_a_file_that_is_no_file_of_histories_is_one_line(path, tmp_path):
         np.savez(bad, **{**file, "reward": file["reward"].astype(object)})
     with pytest.raises(UserError, match="is damaged or is not"):  # it holds a pickle
         windows.read(bad, PLAIN)
+    with pytest.raises(UserError, match="--traj_file: .*: Is a directory; use another file"):
+        windows.read(tmp_path, PLAIN)
     np.save(tmp_path / "one.npy", np.zeros(3))  # one array without names
     with pytest.raises(UserError, match=r"one\.npy is damaged or is not a file of histories"):
         windows.read(tmp_path / "one.npy", PLAIN)
+
+
+def test_of_two_runs_that_need_the_same_histories_one_collects_them(path, monkeypatch, tmp_path):
+    calls = []
+
+    def collect(_, made):
+        calls.append(made)
+        sleep(0.5)  # the other one waits meanwhile
+        shutil.copy(path, made)
+        return np.zeros(2)
+
+    monkeypatch.setattr(windows, "collect", collect)
+    made = tmp_path / "new/made.npz"
+    with ThreadPoolExecutor(2) as pool:
+        runs_ = [pool.submit(train.load_histories, PLAIN, made, World()) for _ in range(2)]
+        assert [len(run.result()) for run in runs_] == [2, 2]
+    assert calls == [made]
+
+
+def test_others_may_read_the_model_and_a_damaged_one_is_one_line(tmp_path):
+    train.save_model(random_model(PLAIN), tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    os.umask(mask := os.umask(0))
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(PLAIN)))
+    evaluate.load(tmp_path)
+    file.write_bytes(file.read_bytes()[:99])
+    with pytest.raises(UserError, match="is not a finished run of src/ad/train.py"):
+        evaluate.load(tmp_path)
 
 
 def test_histories_of_the_original_code_are_imported_and_checked(arrays, tmp_path):

@@ -607,6 +607,8 @@ def test_mutants_are_scored_without_a_ddg(tmp_path, capsys):
                 scores = model.decode(encoded, letters, torch.from_numpy(order))
                 sums.append(scores.gather(-1, letters[..., None]).sum().item())
             assert float(line["score"]) == pytest.approx(sums[1] - sums[0], abs=2e-4)
+    with pytest.raises(UserError, match="--output: .* is a folder; use the name of a file"):
+        evaluate.main([*flags[:2], f"--output={tmp_path}"])
 
 
 def test_a_mutant_that_is_not_scored_is_named(tmp_path, capsys):
