@@ -91,7 +91,7 @@ def main(count: str, *program: str) -> int:
     for attempt in range(restarts + 1):
         start(program, processes, nodes, parse_number("NODE_RANK", node, 0, nodes - 1), attempt)
         codes = wait(seconds_to_save)
-        if received:  # perhaps before a rank could handle it
+        if received:  # a rank may still import, and cannot handle it
             codes = [85 if -code in received else code for code in codes]
         # 1 is a bug or the loss of another rank; any status above would only come again
         status = next((code for code in codes if code > 1), int(any(codes)))
