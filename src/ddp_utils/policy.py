@@ -294,7 +294,7 @@ class Policy:
                 self.set_scale_state(value.tolist())
             elif kind == "parameter":
                 named[name].copy_(self.from_saved(value, named[name], layout))
-            elif kind == "step":
+            elif value.ndim == 0:  # the step, and numbers of other optimizers
                 device = named[name].device if is_fused else "cpu"
                 optimizer.state[named[name]][kind] = value.to(device, copy=True)
             else:
@@ -348,7 +348,7 @@ class Precision(NamedTuple):
             autocast = torch.bfloat16 if has_bf16 else torch.float16
         weights = torch.float32
         if fine_tuning != "full":
-            if base_dtype == "bf16" and mixed != "no":
+            if base_dtype == "bf16" and mixed == "auto":
                 autocast = torch.bfloat16  # also on a CPU
             weights = DTYPES.get(base_dtype, autocast or torch.float32)
         if device.type == "cpu" and torch.bfloat16 in (weights, autocast):

@@ -301,6 +301,8 @@ class Scorer(ScorerModule):
         finally:
             model.generation_config = settings
             self.model.train()
+            if hasattr(model.base_model, "_rescale_layers"):  # RWKV halves weights in eval()
+                model.base_model._rescale_layers()
             self.set_layout(shared)
 
     def example(self, device: torch.device) -> Batch:

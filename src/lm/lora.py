@@ -28,7 +28,8 @@ from lm.model_files import META, LoraSpec, Name, Tokenizer, reading
 
 ALL_LINEAR = "all-linear"  # in LoraSpec.targets: every linear layer but the output layer
 # types of models that read the weights of out_proj and dt_proj, past a LoRA, as Mamba's kernels do
-FUSED_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+FUSED_OUT_PROJ = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "bamba"}
+FUSED_OUT_PROJ |= {"granitemoehybrid", "zamba2"}
 PEFT = "base_model.model."  # the name of a tensor in a peft model begins with it
 # what the file of an adapter may have in a name: this beginning and wrappers around it, wrappers of
 # layers, and the adapter's own name, as in lora_A.default.weight

@@ -37,9 +37,8 @@ logging.disable_progress_bar()  # a run has its own
 logging.set_verbosity_error()  # model_files.check_complete() raises an error instead of a warning
 
 Dtype = torch.dtype | str | None
-# what modules call their dropout and a router its noise
-RANDOM: tuple[str, ...] = ("attention_dropout", "dropout", "activation_dropout", "layerdrop")
-RANDOM += ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+# what a router calls its noise
+NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -202,7 +201,8 @@ def load_policy(
     if sharded:
         # mapped from files that all processes of a node share, until the weights are sharded
         device = torch.device("cpu")
-        dtype = dtype if adapter or is_adapter(name) else "auto"  # a merge rounds
+        if precision.autocast and not (adapter or is_adapter(name)):  # a merge rounds
+            dtype = "auto"
     kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": precision.autocast or dtype}
     quantization = BitsAndBytesConfig(**kinds) if in_4_bits else None
@@ -250,8 +250,8 @@ def no_dropout(model: Model) -> Model:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in RANDOM:
-            if isinstance(getattr(module, name, None), float):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, float) and ("drop" in name or name in NOISE):
                 setattr(module, name, 0.0)
     for name, value in vars(model.config).items():
         if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and value:

@@ -71,6 +71,7 @@ def complete(
         names_of_both = ("gradient_accumulation_steps", "max_grad_norm", "mixed_precision")
         values = {name: getattr(config, name) for name in names_of_both}
         values["micro_batch_size"] = micro_batch_size
+        values["batch_size"] = vars(config).get("batch_size")
         path, width = config.sharding_config, model.config.get_text_config().hidden_size
         config.sharding = deepspeed.filled(config.sharding, path, values, world, width)
         if deepspeed.stage(config.sharding):

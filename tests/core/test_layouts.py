@@ -209,8 +209,10 @@ def test_a_model_that_does_not_name_its_backbone_is_scored_by_its_own_logits():
     config = transformers.Llama4TextConfig(**EIGHT, **sizes, no_rope_layers=[1, 0])
     chosen, rejected = logps.Scorer(build(config, 3.0))(logps.collate(PAIRS))  # the trial of DDP
     assert chosen.shape == rejected.shape == (len(PAIRS),)
-    scorer, head, _ = checked(build(config, 3.0))
+    scorer, head, layout = checked(build(config, 3.0))
     assert "using the model's full logits" in head
+    # rows of more than 8,191 tokens, all pairs of a batch together, would be scaled otherwise
+    assert "cannot be shared (attention is scaled by the place in a row" in layout
     assert_as_alone(scorer, config, 3.0)
 
 
@@ -478,6 +480,14 @@ def test_generation_does_not_depend_on_the_layout_and_restores_it(name, shared):
     attention = scorer.unwrap().config._attn_implementation
     assert (attention == shared_prefix.NAME) == shared
     assert torch.equal(scorer(scorer.collate(PAIRS, "cpu"))[0], before)
+
+
+def test_weights_that_rwkv_halves_for_replies_are_whole_again():
+    model = build(transformers.RwkvConfig(**RWKV, rescale_every=1), 3.0).train()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    greedy(logps.Scorer(model), [PAIRS[0].prompt])
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.parametrize("name", MODELS)

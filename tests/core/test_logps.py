@@ -104,6 +104,26 @@ def test_dropout_is_off_by_p_and_the_model_stays_in_training_mode():
     assert torch.equal(scorer(batch)[0], scorer(batch)[0])
 
 
+OWN_DROPOUT = {  # what these models call it, in modules that are not nn.Dropout
+    "seed-oss": transformers.SeedOssConfig(
+        **SIZES, **WIDE, **PAD, head_dim=8, residual_dropout=0.5
+    ),
+    "starcoder-2": transformers.Starcoder2Config(
+        **SIZES, **WIDE, **PAD, residual_dropout=0.5, embedding_dropout=0.5
+    ),
+    "starcoder": transformers.GPTBigCodeConfig(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=97, attn_pdrop=0.5, **PAD
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_DROPOUT)
+def test_dropout_of_any_name_is_off(name):
+    model = transformers.AutoModelForCausalLM.from_config(OWN_DROPOUT[name])
+    scorer, batch = logps.Scorer(models.no_dropout(model)), logps.collate(PAIRS)
+    assert torch.equal(scorer(batch)[0], scorer(batch)[0])
+
+
 def test_complaint_13_a_reference_in_another_precision_is_refused():
     model = build(LLAMA)
     now = torch.stack(logps.Scorer(model)(logps.collate(PAIRS)), -1).detach()

@@ -104,6 +104,7 @@ def test_frozen_weights_are_as_wide_as_the_forward_on_each_gpu(monkeypatch):
         assert Precision.choose(cuda, "lora") == (dtype, dtype)
         assert Precision.choose(cuda, "full") == (torch.float32, dtype)
         assert Precision.choose(cuda, "lora", mixed="no") == (torch.float32, None)
+        assert Precision.choose(cuda, "lora", "bf16", "fp16") == (torch.bfloat16, torch.float16)
 
 
 def test_fast_bf16_costs_no_warning(cpu, capsys):

@@ -14,7 +14,7 @@ import faults
 import programs
 from config import Config
 from conftest import ROOT
-from ddp_utils import UserError, plots, run
+from ddp_utils import Stop, UserError, plots, run
 from ddp_utils.distributed import World
 from ddp_utils.tools import changes
 
@@ -109,6 +109,24 @@ def test_a_result_that_is_nan_is_read_again_by_the_next_start(tmp_path):
     (tmp_path / "parts/test-step-00000003.json").write_text('{"loss": Na}')
     with pytest.raises(UserError, match="not JSON"):
         record.once("parts/test-step-00000003", dict)
+
+
+def test_a_run_that_is_stopped_in_an_evaluation_saves_when_that_has_ended():
+    """Meanwhile a script may have exchanged its weights, and a checkpoint would have these."""
+    record, order = object.__new__(run.Run), []
+    record.world, record.step, record.results, record.must_save = World(), 3, {}, False
+    record.is_asked, record.save = lambda: True, lambda: order.append("save")
+
+    def evaluate():
+        order.append("swap")
+        try:
+            record.stop_if_requested()
+        finally:
+            order.append("swap back")
+
+    with pytest.raises(Stop, match="stopped after step 3; run the same"):
+        record._evaluated(evaluate)
+    assert order == ["swap", "swap back", "save"] and not record.is_evaluating
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")

@@ -163,7 +163,8 @@ def filled(
     expected = {key: values[name] for key, name in SAME.items()}
     expected["train_batch_size"] = world.world_size * accumulation * size
     for key, value in expected.items():
-        if settings.get(key, "auto") not in ("auto", value):
+        rows = values.get("batch_size") if key == "train_batch_size" else None  # DPO's global batch
+        if settings.get(key, "auto") not in ("auto", value, rows):
             line = json_settings.line_of(key, path)
             here = f"{factors} = {value}" if key == "train_batch_size" else f"here it is {value}"
             raise UserError(f'{line}: {key} is {settings[key]}, but {here}; use that, or "auto"')
