@@ -273,7 +273,8 @@ def is_data_set(path: str) -> bool:
     has a dot needs one.
     """
     folder = path.partition(":")[0]
-    if path.endswith((".parquet", ".arrow")) or (folder and os.path.isdir(resolve(folder))):
+    is_table = path.endswith((".parquet", ".arrow")) and os.path.exists(resolve(path))
+    if is_table or (folder and os.path.isdir(resolve(folder))):
         return True
     is_hub_name = re.fullmatch(r"[\w-]+/([\w-]+|[\w.-]+(:[\w.-]+)?:\w+)", path)
     return bool(is_hub_name) and not os.path.exists(resolve(path))

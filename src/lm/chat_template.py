@@ -438,6 +438,13 @@ class Encoder:
         full = ended.removesuffix(self.end_text)
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
+        question = {"role": "user", "content": "~~~"}
+        asked = self.text([question])
+        alone = "" if same_prompt else self.render([question, message])
+        if alone.startswith(asked):  # as the reply to another prompt
+            same_prompt = True
+            ended = text + alone.removeprefix(asked).removesuffix(self.after_end)
+            full = ended.removesuffix(self.end_text)
         lost = lost_text(message, text, full)
         is_appended = (
             not same_prompt or (lost and self.keep_thoughts) or adds_thought(message, text, full)

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import json
 import math
 import re
 import threading
@@ -79,7 +80,7 @@ CONVERTED: dict[tuple[str, ...], tuple[str, str]] = {
 CONVERTED |= {
     ("context", "completions"): ("NeMo-RL", "chosen is the completion of rank 0, rejected another"),
     ("completions",): ("UltraFeedback", "chosen is the completion with the highest overall_score"),
-    ("answers",): ("Nectar", "chosen is the answer with rank 1, rejected another one"),
+    ("prompt", "answers"): ("Nectar", "chosen is the answer with rank 1, rejected another one"),
     ("completion", "label"): ("KTO", "combine a row of label true and one of label false"),
     ("output", "label"): ("KTO", "combine a row of label 1 and one of label 0"),
     ("messages", "rejected_response"): ("ms-swift", "copy the prompt of messages to rejected"),
@@ -90,6 +91,7 @@ CONTEXT = {"history", "chat_history", "context", "input", "documents", "document
 CONTEXT |= {"system_message", "instruction", "question", "query", "reasoning", "reasoning_content"}
 CONTEXT |= {"thinking", "cot", "tools", "function_call", "function_calls"}
 CONTEXT |= {"prefix", "initial_reason_steps", "full_chosen", "full_rejected"}
+CONTEXT |= {"solution", "rationale", "explanation"}
 # how a text of several turns begins
 TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
 # how a text begins that is the text of messages, and what it has: a role, and a text or a call
@@ -323,7 +325,14 @@ def extra_field(record: Record, name: str) -> Any:
     if name not in record.data:
         problem = f"missing, but --extra_fields names it; fields found: {data.names_of(record)}"
         raise UserError(f"{record.location}: {data.shown(name)}: {problem}")
-    return record.data[name]
+    value = record.data[name]
+    try:
+        json.dumps(value)
+    except TypeError as error:  # a table has dates, for example
+        raise data.wrong_value(
+            record, name, value, "a text, a number, or lists of these"
+        ) from error
+    return value
 
 
 def describe_all(reports: dict[str, dict], data: dict[str, Sized]) -> list[str]:

@@ -138,6 +138,39 @@ def test_a_call_in_the_older_form_of_openai_is_a_call(tmp_path):
         read(tmp_path, row, TOOLS)
 
 
+# in the manner of gpt-oss: a header before each part, and no thought of an earlier turn once there
+# is a final reply
+DROPS_THOUGHTS = (
+    "{% for m in messages %}<|h|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and (loop.last or messages[-1].role != 'assistant') %}"
+    "[thought]{{ m.reasoning_content }}<|/h|><|h|>assistant{% endif %}"
+    "[final]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{% else %}\n{{ m.content }}{% endif %}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|h|>assistant{% endif %}{# tools #}"
+)
+
+
+@pytest.mark.parametrize("reader", [reading.texts, reading.pairs], ids=["sft", "dpo"])
+def test_a_reply_after_a_call_whose_thought_is_dropped_keeps_its_header(reader, tmp_path):
+    called = turn("assistant", "", reasoning_content="I ask.", tool_calls=CALLS)
+    asked = [ASKED, called, turn("tool", "12:00", name="time")]
+    for reply, expected in (
+        (turn("assistant", "Noon."), "[final]Noon.<|eot|>"),
+        (
+            turn("assistant", "Noon.", reasoning_content="Hm."),
+            "[thought]Hm.<|/h|><|h|>assistant[final]Noon.<|eot|>",
+        ),
+    ):
+        row = {"messages": [*asked, reply]}
+        if reader is reading.pairs:
+            row = {"prompt": asked, "chosen": [reply], "rejected": "No."}
+        found, tok = read(tmp_path, row, DROPS_THOUGHTS, reader)
+        ids = found.chosen if reader is reading.pairs else found.reply  # which has the call, too
+        before = tok.decode(found.prompt + ids).removesuffix(expected)
+        assert before.endswith("12:00<|eot|>\n<|h|>assistant") and "[thought]I ask." in before
+        assert reader is reading.texts or tok.decode(ids) == expected
+
+
 def test_roles_have_the_names_of_public_data(tmp_path):
     """Such as NeMo's with a capital letter; LLaMA-Factory has a role for calls."""
     calls = [{"function": {"name": "time", "arguments": {"zone": "CET"}}}]

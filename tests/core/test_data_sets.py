@@ -1,6 +1,7 @@
 """CSV files, --columns, and what the library datasets reads."""
 
 import csv
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -183,6 +184,20 @@ def test_a_data_set_may_have_configurations(library, tmp_path):
     assert not data.is_data_set("a/b.c")
 
 
+def test_a_table_that_is_not_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/trian.parquet", f"{tmp_path}/trian.arrow"):
+        assert error_of(name).startswith(": no such file (expected a regular file in ")
+
+
+def test_an_extra_field_that_is_a_date_is_one_line(library, tmp_path):
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "day": datetime.date(2026, 1, 2)}
+    library.Dataset.from_list([row]).to_parquet(tmp_path / "f.parquet")
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    with pytest.raises(UserError, match="parquet:1: day: must be a text, a number, or lists"):
+        reading.pairs(str(tmp_path / "f.parquet"), encoder, extra_fields="day")
+
+
 def test_arrow_adds_no_argument_of_the_calls_of_other_rows(library, tmp_path):
     rows = []
     for arguments in ({"x": 1}, {"city": "Paris"}):
@@ -304,7 +319,7 @@ def test_a_data_set_that_is_not_there_is_one_line(library, tmp_path, monkeypatch
     library.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.parquet").write_text("no table")
-    for name in ("empty", "bad.parquet", "no.parquet"):
+    for name in ("empty", "bad.parquet"):
         assert error_of(tmp_path / name).startswith(": neither a file nor a data set: ")
     assert "neither a folder nor in the cache" in error_of("some/set:train")
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -26,16 +26,16 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
     "main_distributed": (32, 6000),
-    "train": (34, 6180),
+    "train": (33, 6060),
     "train_loop": (34, 5800),
     "generate_data": (26, 5020),
     "dpo_inv.run_dpo_ddp": (26, 4720),
     "dpo_inv.inference": (18, 3400),
-    "ad.train": (23, 3820),
+    "ad.train": (23, 3850),
     "ad.evaluate": (15, 2560),
 }
 AFTER_THE_DEMO = (35, 6300)  # of main_distributed.py, DDP: files and lines that it has imported
-SHARED = (17, 3230)  # files and lines of ddp_utils without tools/; the goal is 2,100
+SHARED = (17, 3260)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2860, "ad.train": 2860}
 PYTHON = 14500  # outside tests; the goal is 11,000
