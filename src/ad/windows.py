@@ -31,6 +31,8 @@ Array = np.ndarray
 Arrays = dict[str, Array]  # name -> [H, T]
 ANCHORED = 0.2  # fraction of the windows that begin at the first step of their history
 ARRAYS = ("state", "action", "reward")
+# what numpy and JSON raise for other content; AttributeError: for one array, in Python 3.10
+NOT_HISTORIES = (EOFError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def collect(config: Config, path: Path) -> Array:
@@ -67,7 +69,7 @@ def read(path: Path, config: Config) -> Arrays:
             collected = json.loads(str(file["meta"]))
     except OSError as error:
         raise UserError(f"--traj_file: {path}: {error.strerror}; use another file") from error
-    except (EOFError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError) as error:
+    except (zipfile.BadZipFile, zlib.error, *NOT_HISTORIES) as error:
         problem = "is damaged or is not a file of histories"
         raise UserError(f"--traj_file: {path} {problem}; remove it to collect it again") from error
     for name, value in config.source_settings().items():
