@@ -37,7 +37,7 @@ REACHED = {
 AFTER_THE_DEMO = (35, 6300)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3260)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
-SHARED_OF = {"dpo_inv.run_dpo_ddp": 2860, "ad.train": 2860}
+SHARED_OF = {"dpo_inv.run_dpo_ddp": 2890, "ad.train": 2890}
 PYTHON = 14500  # outside tests; the goal is 11,000
 SHELL_LINES = 280
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
