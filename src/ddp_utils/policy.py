@@ -246,6 +246,15 @@ class Policy:
             tensor.copy_(others[name])
             others[name].copy_(value)
 
+    @contextlib.contextmanager
+    def swapped(self, others: Tensors) -> Iterator[None]:
+        """Return a context in which updated() and other tensors are exchanged; see swap()."""
+        self.swap(others)
+        try:
+            yield
+        finally:
+            self.swap(others)
+
     def state(self, optimizer: AdamW, layout: str = "") -> Tensors:
         """Return all tensors that the next step depends on.
 

@@ -319,7 +319,6 @@ def main(argv: list[str] | None = None) -> int:
             if data["val"]:
                 values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
                 if step == plan.steps:
-                    run.save()  # the designs take a while, in which a run cannot stop
                     values |= evaluate.compare_natives(natives_before, natives())
                 run.results["before" if step == 0 < plan.steps else "val"] = values
             run.log(step, values, "val", echo=False)
