@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from lm.chat_template import Encoder, date_of
 from lm.checks import check_pairs
 from lm.meter import Meter
 from lm.settings import default_rate
+
+if TYPE_CHECKING:
+    from lm.judge import Judge
 
 # what a copy of this script may replace without a change of the lines below
 MODEL_CLASS: Any = None  # class of policy and reference; None: transformers chooses it
@@ -194,7 +197,7 @@ def generate_replies(
     return {split: texts for split, texts in replies.items() if texts}
 
 
-def load_judge(config: settings.Config, data: dict) -> Any:
+def load_judge(config: settings.Config, data: dict) -> "Judge":
     """Return the judge of replies, after a trial on a pair of each split."""
     from lm.judge import load_judge
 

@@ -352,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
     questions = read_questions(config, data, encoder)
     pairs = itertools.product(columns, questions)
     prompts = [trajectories.prompt(encoder, column.system, text) for column, text in pairs]
-    tried = zip(questions[:1], [""], strict=False)
+    tried = [(question, "") for question in questions[:1]]
     judge = load_judge(config.judge, DEMO_JUDGE, tried) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]), world.world_size)
     spec, meta_model = describe_run(config, data, reports, encoder, prompts, judge, plan)

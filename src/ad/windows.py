@@ -31,7 +31,7 @@ Array = np.ndarray
 Arrays = dict[str, Array]  # name -> [H, T]
 ANCHORED = 0.2  # fraction of the windows that begin at the first step of their history
 ARRAYS = ("state", "action", "reward")
-# what numpy and JSON raise for other content; AttributeError: for one array, in Python 3.10
+# what numpy and json raise for other files; AttributeError: for a single array, in Python 3.10
 NOT_HISTORIES = (EOFError, ValueError, KeyError, TypeError, AttributeError)
 
 

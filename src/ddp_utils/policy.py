@@ -303,7 +303,7 @@ class Policy:
                 self.set_scale_state(value.tolist())
             elif kind == "parameter":
                 named[name].copy_(self.from_saved(value, named[name], layout))
-            elif value.ndim == 0:  # the step, and numbers of other optimizers
+            elif kind == "step" or value.ndim == 0 < named[name].ndim:  # one number per parameter
                 device = named[name].device if is_fused else "cpu"
                 optimizer.state[named[name]][kind] = value.to(device, copy=True)
             else:

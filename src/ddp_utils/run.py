@@ -189,7 +189,7 @@ class Run:
         self.training: Any = None  # policy, optimizer and schedule, once they exist
         self.kept: dict[str, tuple[dict, str]] = {}  # name in a checkpoint -> dict and key; keep()
         self.must_stop = self.must_save = False  # as all ranks have agreed in the last step
-        self.is_evaluating = False  # see _evaluated()
+        self.is_evaluating = False  # see evaluated()
         self.bar = Bar(world.is_main)
         self.start = self.saved_at = time.perf_counter()  # start: minus seconds of earlier starts
         self.save_seconds = 0.0  # of the last checkpoint
@@ -336,21 +336,21 @@ class Run:
         The results before the first step are `before`, unless there is no other one.
         """
         if is_due and self.validated < step:
-            values = self._evaluated(evaluate)
+            values = self.evaluated(evaluate)
             self.results["before" if step == 0 < self.steps else "val"] = values
             self.log(step, values, "val")
             self.write_summary("running", 0)  # for the report of a run that is killed
 
-    def _evaluated(self, evaluate: Callable[[], Any]) -> Any:
-        """Return evaluate(); if the run is stopped meanwhile, save when it has ended.
+    def evaluated(self, evaluate: Callable[[], Any]) -> Any:
+        """Return evaluate(); if the run is stopped meanwhile, save after evaluate() has ended.
 
-        A script may evaluate other weights, and only then exchange them again; see Policy.swap().
+        A script may evaluate other weights than it trains: Policy.swapped() exchanges them back
+        before the checkpoint is written.
         """
         self.is_evaluating = True
         try:
             return evaluate()
         except Stop:
-            self.is_evaluating = False
             self.save_if_due(False)
             raise
         finally:
@@ -579,7 +579,7 @@ class Run:
             vote = distributed.to_device([float(self.must_stop)], self.world.device)
             self.must_stop = distributed.all_sum(vote, self.world).item() > 0
         if self.must_stop and self.is_evaluating:
-            raise Stop("", 85)  # to _evaluated()
+            raise Stop("", 85)  # to evaluated(), which saves
         if self.must_stop:
             self.save_if_due(False)
 
@@ -628,7 +628,7 @@ class Run:
         """Return make(), plain data; later starts of this run read it from the folder."""
         path = self.folder / f"{name}.json"
         if not distributed.on_main(self.world, path.exists):
-            self.write_json(f"{name}.json", self._evaluated(make))
+            self.write_json(f"{name}.json", self.evaluated(make))
 
         def read() -> Any:  # a result may be NaN, which strict JSON does not have
             return data.decode(data.content(path), path, decoder=data.ROWS)

@@ -123,8 +123,9 @@ class EdgeNetwork(torch.autograd.Function):
         """
         table, indices, edges, own, edge_weight, weight, bias = inputs
         outputs = own.new_empty(indices.shape[: 2 if valid is not None else 3] + weight.shape[:1])
-        ctx.kept = []
-        for part in _blocks(indices):
+        ctx.parts = _blocks(indices)
+        kept = []
+        for part in ctx.parts:
             first = gather_rows(table, indices[:, part])  # [S, l, K, H]
             first.add_(edges[part] @ edge_weight.T).add_(own[:, part, None])
             second = functional.linear(functional.gelu(first), weight, bias)
@@ -133,19 +134,18 @@ class EdgeNetwork(torch.autograd.Function):
                 message = message.mul_(valid[part, :, None]).sum(-2)
             outputs[:, part] = message
             if keep:
-                ctx.kept.append((part, first, second))
-        ctx.save_for_backward(valid, *inputs)
+                kept += [first, second]
+        ctx.save_for_backward(valid, *inputs, *kept)  # which backward() frees
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        valid, table, indices, edges, own, edge_weight, weight, bias = ctx.saved_tensors
+        valid, table, indices, edges, own, edge_weight, weight, bias, *kept = ctx.saved_tensors
         to_table, to_edges, to_own = map(torch.zeros_like, (table, edges, own))
         to_edge_weight, to_weight, to_bias = map(torch.zeros_like, (edge_weight, weight, bias))
         gelu_backward = torch.ops.aten.gelu_backward
-        while ctx.kept:  # frees each part; the outputs of a batch live until the next one's forward
-            part, first, second = ctx.kept.pop(0)
+        for part, first, second in zip(ctx.parts, kept[::2], kept[1::2], strict=True):
             down = gradient[:, part]
             if valid is not None:
                 down = down[..., None, :] * valid[part, :, None]

@@ -317,7 +317,8 @@ def main(argv: list[str] | None = None) -> int:
                 return
             values: dict[str, float] = {}
             if data["val"]:
-                values = validate(scorer, step, data["val"], ref_logps["val"], config, run)
+                held_out = data["val"], ref_logps["val"]
+                values = run.evaluated(lambda: validate(scorer, step, *held_out, config, run))
                 if step == plan.steps:
                     values |= evaluate.compare_natives(natives_before, natives())
                 run.results["before" if step == 0 < plan.steps else "val"] = values

@@ -54,6 +54,7 @@ NOT_OF_MESSAGES |= {"get", "split", "strip", "lstrip", "rstrip", "startswith", "
 NOT_OF_MESSAGES |= {"replace"}
 TEMPLATE_ERRORS: tuple = (TemplateError, *models.FAULTS)  # a template is a program
 HUMAN = "\n\nHuman:"
+QUESTION = {"role": "user", "content": "~~~"}  # to find out how a template renders turns
 PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssistant:"}
 
 # notes about a row, and the warning if most rows have one
@@ -279,19 +280,18 @@ class Encoder:
 
     def _find_ends_of_replies(self) -> None:
         """Set what precedes and ends a reply by rendering some; also find the roles supported."""
-        question = {"role": "user", "content": "~~~"}
         reply = {"role": "assistant", "content": "@@@"}
         self.template_words.discard("system")
-        self.in_parts = not self._renders(question, reply)
-        if self.in_parts and not self._renders(question, reply):
+        self.in_parts = not self._renders(QUESTION, reply)
+        if self.in_parts and not self._renders(QUESTION, reply):
             self.in_parts = False
-            self.render([question, reply])  # its own error, if it has one
+            self.render([QUESTION, reply])  # its own error, if it has one
             raise UserError("--chat_template: it renders no text of a reply; use another one")
         for role, supported in (("@", {"tool", "developer"}), ("system", {"system"})):
-            if self._renders({"role": role, "content": "@@@"}, question):
+            if self._renders({"role": role, "content": "@@@"}, QUESTION):
                 self.template_words |= supported
-        asked = self.text([question])
-        before, _, after = self.render([question, reply]).rpartition("@@@")
+        asked = self.text([QUESTION])
+        before, _, after = self.render([QUESTION, reply]).rpartition("@@@")
         self.before_reply = before.removeprefix(asked)
         start = self._find_start(asked, before.rpartition("~~~")[2])
         # some templates write the generation prompt behind every conversation
@@ -302,16 +302,16 @@ class Encoder:
         self.earlier_end = self.end_text.strip() or self.text_of(self.end)
         self.starts = [start] if start and start not in self.end_text else []
         if "tool_calls" in self.template_words:
-            self.arguments_as_text, self.call_end = self._find_form_of_calls(question)
+            self.arguments_as_text, self.call_end = self._find_form_of_calls(QUESTION)
         with contextlib.suppress(UserError):
-            text = self.render([question, reply, question])
+            text = self.render([QUESTION, reply, QUESTION])
             between, next_turn, _ = text.rpartition("@@@")[2].partition("~~~")
             if next_turn:
                 self._find_border(between)
             stop = next(reversed(self.special_ids(self.earlier_end)), self.end)
             # sampling stops there as well, unless it also ends a thought
             thought = {**reply, **dict.fromkeys(THOUGHTS, "t")}
-            text = self.render([question, thought]).rpartition("@@@")[0]
+            text = self.render([QUESTION, thought]).rpartition("@@@")[0]
             if stop not in [self.end, *self.special_ids(text[common_prefix(asked, text) :])]:
                 self.stops.append(stop)
 
@@ -321,7 +321,7 @@ class Encoder:
         asked: a question with the generation prompt; before: what is written between a question
         and a reply.
         """
-        plain = self.render([{"role": "user", "content": "~~~"}])
+        plain = self.render([QUESTION])
         tokens = [*self._special_in(before).finditer(before)]
         if asked != plain and asked.startswith(plain):
             turn = asked.removeprefix(plain)
@@ -438,12 +438,9 @@ class Encoder:
         full = ended.removesuffix(self.end_text)
         # a template may render the prompt differently once there is a reply
         same_prompt = full.startswith(text) or full.startswith(self.render(messages))
-        question = {"role": "user", "content": "~~~"}
-        asked = self.text([question])
-        alone = "" if same_prompt else self.render([question, message])
-        if alone.startswith(asked):  # as the reply to another prompt
-            same_prompt = True
-            ended = text + alone.removeprefix(asked).removesuffix(self.after_end)
+        if not same_prompt:
+            other = self._after_another_prompt(text, message)
+            same_prompt, ended = bool(other), other or ended
             full = ended.removesuffix(self.end_text)
         lost = lost_text(message, text, full)
         is_appended = (
@@ -460,6 +457,17 @@ class Encoder:
             hint = "use --keep_thoughts, or another" if helps else "use another"
             raise UserError(f"{problem}; {hint} --chat_template")
         return ended
+
+    def _after_another_prompt(self, text: str, message: dict) -> str:
+        """Return a prompt and a reply as one text; the reply is rendered after QUESTION.
+
+        This is for a prompt that the template renders differently once there is a reply. gpt-oss,
+        for example, then drops the thought before an earlier call. Returns "" if the template does
+        the same to QUESTION.
+        """
+        asked = self.text([QUESTION])
+        answered = self.render([QUESTION, message]).removesuffix(self.after_end)
+        return text + answered.removeprefix(asked) if answered.startswith(asked) else ""
 
     def one_turn(self, reply: Any) -> Any:
         """Return a reply without the ends in its text, since it gets one.

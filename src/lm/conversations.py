@@ -151,7 +151,7 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
     if not isinstance(value, list) or not value:
         raise data.wrong_value(record, field, value, "a list of messages")
     if any(isinstance(item, dict) and item.get("tool_calls", "") is None for item in value):
-        value = data.without_nulls(value)  # a table: its nulls are keys of the calls of other rows
+        value = data.without_nulls(value)  # from a table, which adds the keys of other rows
     messages = []
     for number, message in enumerate(value, start=1):
         place = f"{field}[{number - 1}]"

@@ -26,8 +26,8 @@ def load_judge(spec: str, demo: str = "", tried: Iterable[tuple[str, str]] = ())
 
     The function takes a prompt and a reply, and returns a number or {name: number}. Its file is
     executed, so that it may be named on the command line or in config.py only.
-    demo: the spec of the project's own judge, whatever the current folder contains.
-    tried: prompts and replies with which the judge is called once.
+    demo: for this spec, the file is the project's own, whatever the current folder contains.
+    tried: prompts and replies that the judge is tried on.
     """
     path, _, name = spec.rpartition(":")
     file = data.ROOT / path if spec == demo else data.resolve(path)

@@ -267,7 +267,14 @@ class Scorer(ScorerModule):
         return head is not None and backbone is not self.unwrap()
 
     def set_layout(self, shared: bool) -> None:
-        """Pack the examples of the following batches, or pad them."""
+        """Pack the examples of the following batches, or pad them.
+
+        Raises TypeError for Llama 4, whose attention depends on places in the row: with more than
+        8,191 tokens, those of a packed row differ from the positions in each example.
+        """
+        settings = self.unwrap().config.get_text_config()
+        if shared and getattr(settings, "attn_temperature_tuning", False):
+            raise TypeError("attention is scaled by the place in a row, not by position_ids")
         self.shared = shared
         self.unwrap().set_attn_implementation(shared_prefix.NAME if shared else self.attention)
 

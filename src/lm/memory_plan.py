@@ -217,11 +217,11 @@ def need(
     for shared in (False,) if config.layout == "separate" else (True, False):
         scorer = build(config, precision, model_config)
         sizes = sizes_of(scorer, model_config)
-        scorer.set_layout(shared)
-        if shared and device != "cpu" and scorer.precision.itemsize == 2:
-            scorer.unwrap().set_attn_implementation("attend_on_gpu")
         scorer.chunk = None if device == "cpu" else logps.WIDE_CHUNK
         try:
+            scorer.set_layout(shared)
+            if shared and device != "cpu" and scorer.precision.itemsize == 2:
+                scorer.unwrap().set_attn_implementation("attend_on_gpu")
             # torch's own product of experts has no fake tensors in fp32; both return as much
             with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False, create=True):
                 peaks = peaks_of(scorer, rows, loss_of, device)

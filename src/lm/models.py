@@ -201,7 +201,8 @@ def load_policy(
     if sharded:
         # mapped from files that all processes of a node share, until the weights are sharded
         device = torch.device("cpu")
-        if precision.autocast and not (adapter or is_adapter(name)):  # a merge rounds
+        # without autocast, layers that a script freezes compute in fp32, too; a merge rounds
+        if precision.autocast and not (adapter or is_adapter(name)):
             dtype = "auto"
     kinds: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     kinds |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": precision.autocast or dtype}

@@ -63,8 +63,8 @@ def complete(
     if config.grad_reduce_dtype == "bf16" and is_ddp and world.device.type == "cpu":
         raise UserError("--grad_reduce_dtype bf16: DDP supports it on GPUs only; use fp16 or fp32")
     if config.strategy == "fsdp" and world.world_size == 1 and not config.check:
-        cause = "one process shards nothing, and offloads nothing; start several"
-        cli.note(f"--strategy fsdp has no effect: {cause}, or remove it")
+        cause = "one process neither shards nor offloads; start several processes"
+        cli.note(f"FSDP has no effect: {cause}, or use the strategy ddp")
     if config.strategy == "deepspeed":
         from lm.sharding import deepspeed
 

@@ -329,9 +329,8 @@ def extra_field(record: Record, name: str) -> Any:
     try:
         json.dumps(value)
     except TypeError as error:  # a table has dates, for example
-        raise data.wrong_value(
-            record, name, value, "a text, a number, or lists of these"
-        ) from error
+        expected = "a text, a number, or lists of these"
+        raise data.wrong_value(record, name, value, expected) from error
     return value
 
 

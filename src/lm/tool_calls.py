@@ -16,9 +16,7 @@ def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dic
 
     check: chat_template.Encoder.check_arguments, for arguments and the place where they are.
     """
-    tools, arguments = map(record.data.get, ("tools", "chat_template_kwargs"))
-    if isinstance(record.data.get("input"), dict):  # of the format openai
-        tools = record.data["input"].get("tools")
+    tools, arguments = tools_of(record), record.data.get("chat_template_kwargs")
     place = f"{record.location}: chat_template_kwargs"
     arguments = check(arguments or {}, place)
     place = f"{record.location}: tools"
@@ -32,18 +30,24 @@ def template_arguments(record: Record, check: Callable[[Any, str], dict]) -> dic
     return arguments
 
 
-def without_nulls_of_tables(record: Record) -> Record:
-    """Return a record without nulls in its objects if its tools show that a table has added them.
+def tools_of(record: Record) -> Any:
+    """Return the tools of a row as its file has them; None if there are none."""
+    source = record.data.get("input")
+    return (source if isinstance(source, dict) else record.data).get("tools")  # input: of openai
 
-    The library datasets writes the keys of all rows into each row, into files of JSON, too.
+
+def without_nulls_of_tables(record: Record) -> Record:
+    """Return a record without nulls in its objects, if its tools show that it is from a table.
+
+    The library datasets gives each row the keys of all rows, also in the JSON that it writes.
     """
-    if not is_of_table(record.data.get("tools")):
+    if not is_of_table(tools_of(record)):
         return record
     return record._replace(data={k: data.without_nulls(v) for k, v in record.data.items()})
 
 
 def is_of_table(schema: Any) -> bool:
-    """Return whether a null is where a JSON schema has none."""
+    """Return whether there is a null where a JSON schema has none."""
     if isinstance(schema, list):
         return any(map(is_of_table, schema))
     if not isinstance(schema, dict):

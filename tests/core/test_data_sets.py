@@ -216,8 +216,8 @@ TOOL_CALLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% f
 assistant: {% endif %}"""
 
 
-@pytest.mark.parametrize("reader", ["texts", "pairs"])
-def test_json_of_a_table_has_the_ids_of_the_rows_it_was_made_of(reader, library, tmp_path):
+@pytest.mark.parametrize("kind", ["texts", "pairs", "openai"])
+def test_json_of_a_table_has_the_ids_of_the_rows_it_was_made_of(kind, library, tmp_path):
     """Two tools with other arguments: the library adds the arguments of each to the other."""
     rows = []
     for name, arguments in (("time", {"zone": "CET"}), ("weather", {"city": "Rome", "day": 1})):
@@ -227,8 +227,13 @@ def test_json_of_a_table_has_the_ids_of_the_rows_it_was_made_of(reader, library,
         question = [{"role": "user", "content": f"{name}?"}]
         call = {"function": {"name": name, "arguments": arguments}}
         reply = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        row = {"tools": tools, "prompt": question, "chosen": reply, "rejected": "No."}
-        rows.append(row if reader == "pairs" else {"tools": tools, "messages": question + reply})
+        sides = {"preferred_output": reply, "non_preferred_output": "No."}
+        shapes = {
+            "texts": {"tools": tools, "messages": question + reply},
+            "pairs": {"tools": tools, "prompt": question, "chosen": reply, "rejected": "No."},
+            "openai": {"input": {"messages": question, "tools": tools}, **sides},
+        }
+        rows.append(shapes[kind])
     made = str(tmp_path / "made.jsonl")
     library.Dataset.from_list(rows).to_json(made)
     assert "null" in Path(made).read_text()
@@ -236,7 +241,8 @@ def test_json_of_a_table_has_the_ids_of_the_rows_it_was_made_of(reader, library,
     own.write_text("\n".join(map(json.dumps, rows)))
     template.write_text(TOOL_CALLS)
     encoder = Encoder(load_tokenizer("data/demo/model"), str(template))
-    found, expected = (getattr(reading, reader)(path, encoder)[0] for path in (made, str(own)))
+    read = reading.texts if kind == "texts" else reading.pairs
+    found, expected = (read(path, encoder)[0] for path in (made, str(own)))
     assert [row[:3] for row in found] == [row[:3] for row in expected]
 
 

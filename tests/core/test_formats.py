@@ -9,7 +9,7 @@ import pytest
 import reading
 from conftest import ROOT
 from ddp_utils import UserError, cli, data
-from ddp_utils.data import Unusable
+from ddp_utils.data import Record, Unusable
 from lm import chat_template, preference_data
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
@@ -229,6 +229,15 @@ def test_responses_that_are_numbers_are_no_scores():
 def test_a_field_that_prefers_the_chosen_response_is_accepted():
     for more in RIGHT:
         assert read({"prompt": "q", **TEXT, **more}) == ("q", "x", "y")
+
+
+def test_answers_are_those_of_nectar_only_beside_a_prompt():
+    for row, is_nectar in (
+        ({"prompt": "q", "answers": [{"answer": "a", "rank": 1}]}, True),
+        ({"context": "c", "question": "q", "answers": {"text": ["a"]}}, False),  # SQuAD
+    ):
+        error = preference_data.unknown_format(Record("f.jsonl:1", row), "prompt")
+        assert ("Nectar" in str(error)) == is_nectar
 
 
 # --- texts ---------------------------------------------------------------------------------------

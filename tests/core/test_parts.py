@@ -237,6 +237,15 @@ def test_a_model_that_fsdp_cannot_shard_is_found_before_it_is_loaded():
     parallel.check(parallel.choose("ddp"), nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_without_autocast_all_weights_to_be_sharded_are_fp32(autocast):
+    """The demo's files are bf16: layers that a script freezes would compute in it."""
+    precision, device = Precision(torch.float32, autocast), torch.device("cpu")
+    policy = models.load_policy("data/demo/model", None, precision, device, sharded=True)
+    kinds = {parameter.dtype for parameter in policy.parameters()}
+    assert kinds == {torch.bfloat16 if autocast else torch.float32}
+
+
 def test_fsdp_in_one_process_says_that_it_has_no_effect(monkeypatch):
     """With --check it is silent: that is how one tries a job's settings on another machine."""
     monkeypatch.setattr(cli, "noted", [])
@@ -251,7 +260,7 @@ def test_fsdp_in_one_process_says_that_it_has_no_effect(monkeypatch):
     config.check = False
     parallel.complete(config, 1, precision, None, World())
     [line] = cli.noted
-    assert line.startswith("warning: --strategy fsdp has no effect: one process shards nothing")
+    assert line.startswith("warning: FSDP has no effect: one process neither shards nor offloads")
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba-2", "falcon-mamba", "jamba"])

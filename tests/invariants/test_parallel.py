@@ -12,8 +12,9 @@ import reading
 import runs
 from ddp_utils import checkpoints, distributed
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
-from lm import logps, models
+from lm import logps, models, parallel
 from lm.chat_template import Encoder
+from lm.logps import Pair
 from lm.models import load_tokenizer
 from lm.sharding import fsdp, fsdp_policy
 from ranks import ranks
@@ -134,6 +135,7 @@ def test_the_peak_rate_by_hand():
         assert learning_rate(1e-5, scaling, 64 / 16, world_size=8) == pytest.approx(rate)
 
 
+PAIRS = [Pair([5, 6, 7], [8, 9, 2], [10, 2], "", "")]
 KEPT = {  # settings of FSDP -> what a rank of two keeps of a layer, see below
     (): (0.5, True, 3, False),
     (("fsdp_sharding_strategy", "SHARD_GRAD_OP"),): (0.5, False, 3, False),
@@ -166,6 +168,44 @@ def kept_by_fsdp():
         on_host = group.fsdp_params[0].offload_to_cpu
         kept.append((fraction, is_sharded_again, len(modules), on_host))
     return kept
+
+
+def continued_with_nadam(layout):
+    """Loss and numbers of NAdam after each of two steps, the second one also from a saved state."""
+    world, found = distributed.init_process_group(distributed.whoami()), []
+    precision = Precision(torch.float32, None)
+    states = {}
+    for is_resumed in (False, True):
+        model = models.load_policy("data/demo/model", None, precision, world.device, sharded=True)
+        policy = parallel.wrap(logps.Scorer(model), world, parallel.choose("fsdp"))
+        how = {"optimizer_class": torch.optim.NAdam}
+        optimizer, schedule = make_optimizer(policy, 1e-3, 10, "linear", 0.0, 0.0, **how)
+        if is_resumed:
+            policy.load_state(optimizer, schedule, states, 1, layout)
+        for step in range(is_resumed, 2):
+            loss = sum(policy(logps.collate(PAIRS))).sum()
+            policy.backward(loss)
+            policy.step(optimizer, schedule, policy.clip_grad_norm(1.0).item())
+            if step == 0:
+                full = policy.state(optimizer, layout)
+                states = {name: value.clone() for name, value in full.items()}
+                states = states if layout else everywhere(states)
+        numbers = {float(state["mu_product"]) for state in optimizer.state.values()}
+        found.append((loss.item(), numbers))
+    return found
+
+
+def everywhere(tensors):
+    """The tensors of rank 0 on both ranks, as if they had read the same file."""
+    gathered = [None, None]
+    torch.distributed.all_gather_object(gathered, tensors)
+    return gathered[0]
+
+
+@pytest.mark.parametrize("layout", ["", "FSDP FULL_SHARD on 2 processes"])
+def test_fsdp_resumes_an_optimizer_with_numbers_of_its_own(layout):
+    for whole, resumed in ranks(2, continued_with_nadam, layout):
+        assert resumed == whole and len(whole[1]) == 1 and 0 < min(whole[1]) < 1
 
 
 def test_fsdp_keeps_what_its_strategy_says():

@@ -174,7 +174,7 @@ from ddp_utils import distributed, start_of
 begin = time.monotonic()
 def main():
     assert distributed._started == start_of(os.getppid()) < begin, distributed._started
-    assert 0 < begin - start_of(os.getpid()) < 60 and start_of(2**30) == 0
+    assert 0 < begin - start_of(os.getpid()) < 900 and start_of(2**30) == 0
     if attempt == 0:
         os.kill(os.getpid(), 9)
     assert begin - distributed._started > 1

@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_in_an_evaluation_saves_when_that_has_ended():
             order.append("swap back")
 
     with pytest.raises(Stop, match="stopped after step 3; run the same"):
-        record._evaluated(evaluate)
+        record.evaluated(evaluate)
     assert order == ["swap", "swap back", "save"] and not record.is_evaluating
 
 

@@ -85,6 +85,24 @@ gen_interval=0 eval_interval=0 eval_episodes=20 summary_interval=20"""
 )
 
 
+def interrupted(folder, histories):
+    """Interrupt the evaluation after the last step -> the steps of the checkpoints."""
+
+    def evaluate_agent(*_, **__):
+        raise KeyboardInterrupt
+
+    evaluate.evaluate_agent = evaluate_agent
+    with pytest.raises(KeyboardInterrupt):
+        run_small(folder, histories, "gen_interval=0")
+    return sorted(path.name for path in Path(folder).glob("checkpoints/step-*"))
+
+
+def test_the_last_steps_are_saved_before_they_are_evaluated(histories, tmp_path):
+    """The evaluation cannot stop, and a launcher kills what does not end in time."""
+    [saved] = ranks(1, interrupted, str(tmp_path / "run"), histories)
+    assert saved == ["step-00000010", "step-00000012"]
+
+
 def test_it_learns_in_context_on_held_out_goals(tmp_path):
     """On a small grid, in seconds; the real thresholds are below, under `show`."""
     folder = tmp_path / "run"

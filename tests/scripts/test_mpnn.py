@@ -1,9 +1,12 @@
 """ProteinMPNN on generated backbones: which positions see which, padding, rejected inputs."""
 
+import gc
+
 import pytest
 import torch
 
 from ddp_utils import UserError
+from dpo_inv.edges import edge_network
 from dpo_inv.mpnn import ProteinMPNN
 
 
@@ -100,3 +103,24 @@ def test_half_a_file_is_never_left(tmp_path, monkeypatch):
         model(hidden=16).save(path)
     assert caught.value.filename == str(path) and path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_backward_pass_frees_what_it_needed_unless_the_graph_is_retained():
+    """The outputs of a batch live until the forward pass of the next one has ended."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(24, 8), torch.nn.Linear(8, 8)
+    nodes, edges, table = torch.randn(1, 5, 8), torch.randn(5, 3, 8), torch.randn(5, 8)
+    indices = torch.randint(5, (1, 5, 3))
+    loss = edge_network(first, second, torch.ones(5, 3), nodes, table, indices, edges).sum()
+
+    def activations():
+        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.shape == (1, 5, 3, 8)]
+
+    loss.backward(retain_graph=True)
+    once = second.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(second.weight.grad, 2 * once)
+    assert once.any() and activations() == []
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

@@ -226,6 +226,19 @@ def test_values_that_contradict_the_settings_are_an_error(content, message):
         deepspeed.filled(ready, *settings("bf16"), World(world_size=2), 100)
 
 
+def test_the_batch_of_dpo_may_be_the_files_even_if_the_ranks_do_not_divide_it():
+    """16 pairs on three ranks are at most 6 each, of which DeepSpeed needs the product."""
+    path, numbers = settings()
+    numbers |= {"micro_batch_size": 6, "gradient_accumulation_steps": 1, "batch_size": 16}
+    for total in (16, 18):
+        ready = read(deepspeed, {"train_batch_size": total}, indent=1)
+        filled = deepspeed.filled(ready, path, numbers, World(world_size=3), 100)
+        assert filled["train_batch_size"] == 18
+    ready = read(deepspeed, {"train_batch_size": 17}, indent=1)
+    with pytest.raises(UserError, match="train_batch_size is 17, but 3 ranks x 1 accumulation x 6"):
+        deepspeed.filled(ready, path, numbers, World(world_size=3), 100)
+
+
 @pytest.mark.parametrize(("size", "says"), [(3, "zero_hpz_partition_size 3 does not"), (8, "")])
 def test_secondary_shards_of_zero_must_divide_the_ranks(size, says):
     ready = read(deepspeed, {"zero_optimization": {"zero_hpz_partition_size": size}}, indent=1)

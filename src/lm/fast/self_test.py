@@ -108,12 +108,9 @@ def check_layout(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) ->
 
     If they differ, or the model does not support packed rows, return a line to print.
     """
-    settings = scorer.unwrap().config.get_text_config()
-    num_layers = settings.num_hidden_layers
+    num_layers = scorer.unwrap().config.get_text_config().num_hidden_layers
 
     def in_layout(shared: bool) -> Tensor:
-        if shared and getattr(settings, "attn_temperature_tuning", False):  # Llama 4
-            raise TypeError("attention is scaled by the place in a row, not by position_ids")
         scorer.set_layout(shared)
         batch = scorer.collate(pairs, device)
         token_logps = scorer.token_logps(batch)

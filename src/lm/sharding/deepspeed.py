@@ -163,8 +163,10 @@ def filled(
     expected = {key: values[name] for key, name in SAME.items()}
     expected["train_batch_size"] = world.world_size * accumulation * size
     for key, value in expected.items():
-        rows = values.get("batch_size") if key == "train_batch_size" else None  # DPO's global batch
-        if settings.get(key, "auto") not in ("auto", value, rows):
+        accepted = ["auto", value]
+        if key == "train_batch_size" and values.get("batch_size"):
+            accepted.append(values["batch_size"])  # of DPO: the ranks may not divide it
+        if settings.get(key, "auto") not in accepted:
             line = json_settings.line_of(key, path)
             here = f"{factors} = {value}" if key == "train_batch_size" else f"here it is {value}"
             raise UserError(f'{line}: {key} is {settings[key]}, but {here}; use that, or "auto"')
