@@ -22,7 +22,7 @@ from transformers import TextStreamer
 from ddp_utils import UserError, data, distributed
 from ddp_utils.policy import DTYPES, is_bf16_fast, warn_if_bf16_is_slow
 from lm import lora, model_files, models, sampling
-from lm.chat_template import Encoder, date_in
+from lm.chat_template import PLAIN_TURNS, Encoder, date_in
 from lm.logps import Pair, Scorer
 
 # temperature 0.7 as for example replies; the reason is in docs/dpo.md
@@ -93,15 +93,25 @@ def load(
     return model, Encoder(tokenizer, template, kwargs=kwargs, date=date), run
 
 
-def prompt_of(messages: list[dict[str, str]], encoder: Encoder) -> list[int]:
-    """Return the token ids of a conversation; without a chat template, of its texts."""
-    if encoder.templated:
+def has_plain_turns(folder: str) -> bool:
+    """Return whether a run has trained on conversations without a chat template."""
+    report = data.resolve(folder) / "data_report.json"
+    splits = data.read_json(report) if report.is_file() else {}
+    return PLAIN_TURNS in splits.get("train", {}).get("notes", {})
+
+
+def prompt_of(messages: list[dict[str, str]], encoder: Encoder, in_turns: bool) -> list[int]:
+    """Return the token ids of a conversation; without a chat template, of its texts.
+
+    in_turns: if there is no template, render the turns as those of the run's rows.
+    """
+    if encoder.templated or in_turns:
         return encoder.prompt_ids(messages)
     return encoder.prompt_ids("\n".join(message["content"] for message in messages))
 
 
 def fit_context(
-    messages: list[dict[str, str]], encoder: Encoder, model: Any, new: int
+    messages: list[dict[str, str]], encoder: Encoder, model: Any, new: int, in_turns: bool
 ) -> list[int]:
     """Return the prompt of a conversation that leaves room for `new` tokens in the model's context.
 
@@ -111,7 +121,7 @@ def fit_context(
     first = int(messages[0]["role"] == "system")
     dropped = 0
     while True:
-        prompt = prompt_of(messages, encoder)
+        prompt = prompt_of(messages, encoder, in_turns)
         row = Pair(prompt, [0] * new, [0] * new, "the question and its reply", "")
         try:
             fix = "a shorter question, or a smaller --max_new_tokens"
@@ -147,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
         print("conversation: an empty line starts a new one (--no_history: single questions)")
     else:
         print("single questions: earlier ones are not remembered (--history: a conversation)")
-    hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder)
+    in_turns = has_plain_turns(settings.folder)
+    hello = prompt_of([*first, {"role": "user", "content": "Hello"}], encoder, in_turns)
     sampling.choose_way(scorer, [hello], spec.max_new_tokens, world)  # before someone waits
     print("> ", end="", flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -157,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
             messages = [*first]
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
-            prompt = fit_context(messages, encoder, model, spec.max_new_tokens)
+            prompt = fit_context(messages, encoder, model, spec.max_new_tokens, in_turns)
             unknown = model_files.unknown(encoder.tokenizer, [line])
             for warning in model_files.describe_unknown("this line", unknown, limit=1.0):
                 print(warning)

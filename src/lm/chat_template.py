@@ -63,6 +63,7 @@ REPEATED = "with the prompt in its replies"
 FOREIGN = "with the end of another model's replies"
 LISTED = "with the text of a list as the prompt or one of the replies"
 ONLY_LAST = "only the last reply is trained"
+PLAIN_TURNS = "with turns as Human: and Assistant:"  # there is no template
 DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
@@ -558,7 +559,7 @@ class Encoder:
         boundary = common_prefix(prompt_ids, *full_ids)
         if boundary == 0:  # nothing before the first response token would predict it
             raise UserError(f"prompt: {text!r:.40} has no token of its own; use a longer one")
-        notes = set()
+        notes = set() if self.templated or isinstance(prompt, str) else {PLAIN_TURNS}
         if boundary < len(prompt_ids):
             is_merged = all(full.startswith(text) for full in full_texts)
             notes.add("merged at the seam" if is_merged else NOT_CONTINUED)

@@ -13,8 +13,8 @@ import torch
 import programs
 import runs
 from conftest import LIMIT, ROOT
-from ddp_utils import UserError, distributed
-from lm import chat, logps, lora, models, sampling
+from ddp_utils import UserError, data, distributed
+from lm import chat, logps, lora, models, preference_data, sampling
 from lm.chat_template import Encoder
 from ranks import ranks, run_ranks
 
@@ -115,7 +115,7 @@ def test_a_conversation_that_overflows_loses_its_oldest_questions(monkeypatch, c
     encoder = Encoder(models.load_tokenizer(DEMO))
     question, reply = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "a"}
     turns = [{"role": "system", "content": "Be brief."}, question, reply, question]
-    prompts, room = [], 512 - len(chat.prompt_of(turns, encoder))
+    prompts, room = [], 512 - len(chat.prompt_of(turns, encoder, False))
 
     def generate(scorer, prompt, *_, **options):
         prompts.extend(prompt)
@@ -125,7 +125,7 @@ def test_a_conversation_that_overflows_loses_its_oldest_questions(monkeypatch, c
     monkeypatch.setattr(sys, "stdin", io.StringIO(3 * f"{QUESTION}\n"))
     flags = ["--history", "--system", "Be brief.", "--max_new_tokens", str(room)]
     assert chat.main([DEMO, *flags]) == 0
-    assert prompts[1] == prompts[2] == chat.prompt_of(turns, encoder)
+    assert prompts[1] == prompts[2] == chat.prompt_of(turns, encoder, False)
     line = "[the context is full; oldest questions dropped, with their replies: 1]"
     assert capsys.readouterr().out.splitlines()[1:] == [f"> > > {line}", "> "]
 
@@ -135,11 +135,37 @@ def test_the_conversation_so_far_is_the_prompt():
     tokenizer = encoder.tokenizer
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    ids = chat.prompt_of(messages, encoder)
+    ids = chat.prompt_of(messages, encoder, False)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == rendered and "Be brief." in rendered
-    ids = chat.prompt_of(messages, Encoder(tokenizer, "none"))
+    ids = chat.prompt_of(messages, Encoder(tokenizer, "none"), False)
     assert tokenizer.decode(ids).endswith("Be brief.\na\nb\nc")
+
+
+def test_without_a_template_a_run_on_conversations_is_asked_in_turns(tmp_path, monkeypatch):
+    """As a row of HH is rendered for training: the question has the words of its dialogue."""
+    turn = "\n\nHuman: a b\n\nAssistant:"
+    row = json.dumps({"chosen": f"{turn} c", "rejected": f"{turn} d"})
+    (tmp_path / "pairs.jsonl").write_text(3 * f"{row}\n")
+    encoder = Encoder(models.load_tokenizer(DEMO), "none")
+    _, report = preference_data.read(
+        data.DataFile(str(tmp_path / "pairs.jsonl"), tmp_path), encoder
+    )
+    (tmp_path / "data_report.json").write_text(json.dumps({"train": report}))
+    config = {"model_name": DEMO, "chat_template": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model").symlink_to(DEMO)
+    prompts = []
+
+    def generate(scorer, prompt, *_, **options):
+        prompts.extend(prompt)
+        return [encoder.tokenizer("e").input_ids]
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a b\nf\n"))
+    assert chat.main([str(tmp_path), "--history"]) == 0
+    following = f"{turn} e\n\nHuman: f\n\nAssistant:"
+    assert prompts == [encoder.tokenizer(text).input_ids for text in (turn, following)]
 
 
 def test_a_model_folder_has_no_before():

@@ -353,7 +353,7 @@ def test_no_text_is_too_long_or_without_a_trained_token(template, texts, max_len
     whole = encode(Encoder(tok), talk(*texts[:-1]), texts[-1])[0]
     shown(encoder, text)
     assert text.num_tokens <= max_length
-    assert (text == whole) == (whole.num_tokens <= max_length) == (not notes)
+    assert (text == whole) == (whole.num_tokens <= max_length) == ("truncated" not in notes)
 
 
 def test_a_row_without_space_for_a_reply_is_dropped(tmp_path):
@@ -391,7 +391,12 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
         "rows": 8,
         "used": 4,
         "dropped": {"empty response": 1, "malformed": 3},
-        "notes": {"truncated": 2, "exact duplicates": 1},  # line 4 repeats line 2
+        # line 4 repeats line 2; line 8 has earlier turns
+        "notes": {
+            "truncated": 2,
+            "exact duplicates": 1,
+            "with turns as Human: and Assistant:": 1,
+        },
         # of whole texts: 2 2 30 22; 7 7 10 34; 7 7 10 10
         "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 8.5},
     }
