@@ -234,7 +234,11 @@ DEEPSPEED = {  # file: content, the warning or the error; an error begins with t
     ),
     "parameters in stage 2": (
         AUTO | zero(ZERO2, offload_optimizer=CPU, offload_param=CPU),
-        "warning: ds.json: offload_param has no effect (use stage 3)",
+        "warning: offload_param has no effect (use stage 3)",
+    ),
+    "an optimizer that is not sharded": (
+        AUTO | zero({"stage": 0}, offload_optimizer=CPU),
+        "warning: offload_optimizer has no effect (use stage 1)",
     ),
     "bf16 without a copy": (
         AUTO | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
@@ -309,6 +313,11 @@ FSDP = {  # file: content, the warning or the error, and the strategy
         "fsdp_sharding_strategy is NO_SHARD, but another key sets FULL_SHARD; use only one of them",
         None,
     ),
+    "offloaded but not sharded": (
+        {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_offload_params": True},
+        "warning: fsdp_offload_params has no effect (use FULL_SHARD)",
+        "NO_SHARD",
+    ),
     "quoted": (
         V1
         | {"fsdp_offload_params": "no", "fsdp_forward_prefetch": "False"}
@@ -373,7 +382,7 @@ def check(flags, path, capsys):
     except UserError as error:
         return str(error).partition(": ")[2]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    return "".join(lines).removeprefix(f"warning: {path}: no effect here: ")
+    return "".join(lines).replace(f"{path}: ", "").removeprefix("warning: no effect here: ")
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)

@@ -118,9 +118,10 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
     if "bfloat16" in settings:  # its name in old files
         settings["bf16"] = settings.pop("bfloat16")
     kept, notes = json_settings.read(path, settings, KEYS, MAY_BE_AUTO)
-    offloaded = kept.get("zero_optimization", {}).get("offload_param", {})
-    if stage(kept) < 3 and offloaded.get("device") == "cpu":
-        notes.append(f"warning: {path}: offload_param has no effect (use stage 3)")
+    for part, needed in {"offload_param": 3, "offload_optimizer": 1}.items():
+        is_used = kept.get("zero_optimization", {}).get(part, {}).get("device") == "cpu"
+        if is_used and stage(kept) < needed:
+            notes.append(f"warning: {path}: {part} has no effect (use stage {needed})")
     return kept, notes
 
 

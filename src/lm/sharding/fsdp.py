@@ -94,7 +94,10 @@ def read(path: str) -> tuple[Settings, list[str]]:
         if values.setdefault(name, value) != value:
             problem = f"{key} is {value}, but another key sets {values[name]}; use only one of them"
             raise UserError(f"{json_settings.line_of(key, path)}: {problem}")
-    return Settings(**values), notes
+    settings = Settings(**values)
+    if settings.fsdp_offload_params and settings.fsdp_sharding_strategy == "NO_SHARD":
+        notes.append(f"warning: {path}: fsdp_offload_params has no effect (use FULL_SHARD)")
+    return settings, notes
 
 
 def normalized(settings: dict[str, Any]) -> dict[str, Any]:
