@@ -3,7 +3,6 @@
 Pairs of one backbone stay together, so that the backbone is encoded once for all of them.
 """
 
-import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ import gemmi
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ddp_utils import distributed, sampler
 from ddp_utils.distributed import World, to_device
@@ -58,7 +58,6 @@ def chains_of(pairs: Iterable[Pair]) -> dict[int, list[str]]:
     return chains
 
 
-@functools.cache
 def is_similar(first: str, second: str) -> bool:
     """Return whether two sequences may be homologous: 30 % of the shorter one are identical.
 
@@ -88,8 +87,10 @@ def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
     return members
 
 
-def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
+def split(pairs: Sequence[Pair], seed: int, is_main: bool = False) -> tuple[list[Pair], list[Pair]]:
     """Return training and validation pairs: up to a tenth of the pairs, whole families at random.
+
+    The time grows with the square of the number of backbones. is_main: show a progress bar.
 
     If there are two or more families of similar proteins, at least one, the smallest, is for
     validation; of a single family, the smallest backbone.
@@ -104,7 +105,9 @@ def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
     def size(members: list[int]) -> int:
         return sum(sizes[number] for number in members)
 
-    for index in torch.randperm(len(backbones), generator=generator).tolist():
+    shuffled = torch.randperm(len(backbones), generator=generator).tolist()
+    bar = {"disable": None if is_main else True, "leave": False}  # None: only on a terminal
+    for index in tqdm(shuffled, "Holding out similar proteins", **bar):
         number = backbones[index]
         is_full = held_out and size([number, *held_out]) > 0.1 * len(pairs)
         if is_full or any(number in members for members in families):
@@ -115,8 +118,9 @@ def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
     if not held_out and len(backbones) > 1:
         groups = families if len(families) > 1 else [[number] for number in backbones]
         held_out = min(groups, key=size)
-    train = [pair for pair in pairs if pair.number not in held_out]
-    return train, [pair for pair in pairs if pair.number in held_out]
+    numbers = {*held_out}
+    train = [pair for pair in pairs if pair.number not in numbers]
+    return train, [pair for pair in pairs if pair.number in numbers]
 
 
 def group_by_backbone(rows: Iterable[int], pairs: Sequence[Pair], size: int) -> list[list[int]]:

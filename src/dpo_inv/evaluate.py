@@ -24,6 +24,7 @@ import torch
 from ddp_utils import UserError, checkpoints, cli, data, distributed, sampler
 from ddp_utils.data import digest_of_files
 from ddp_utils.distributed import World
+from ddp_utils.terminal import Phase
 from dpo_inv import batches, inference, mpnn, pairs, weights
 from dpo_inv.config import DesignConfig, PairSettings
 from dpo_inv.mpnn import ProteinMPNN
@@ -138,7 +139,9 @@ def gain(name: str, measure: Measure, groups: list[np.ndarray]) -> dict[str, flo
 
 
 @torch.no_grad()
-def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -> Natives:
+def natives(
+    model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World, phase: Phase | None = None
+) -> Natives:
     """Return three numbers of each backbone of some pairs, name -> [N]; the ranks split the work.
 
     nll: of the native sequence, in nats per residue, over random orders. recovery: fraction of the
@@ -149,7 +152,7 @@ def natives(model: ProteinMPNN, rows: Sequence[Pair], seed: int, world: World) -
     settings = DesignConfig(seed=seed)
     micro_batches = sampler.assign_micro_batches(range(len(lengths)), lengths, world, 1)
     table = distributed.Table(len(lengths), 3, world)
-    for micro_batch in micro_batches:
+    for micro_batch in (phase or Phase()).each(micro_batches):
         pair = one_of_each[micro_batch.index[0]]
         native = inference.native_letters(pair.backbone).to(world.device)  # [L]
         is_known = mpnn.encode(pair.backbone.sequence) != mpnn.UNKNOWN

@@ -181,8 +181,9 @@ def score(model: ProteinMPNN, task: Task, letters: Tensor, orders: Tensor) -> Te
     return model.decode(encoded, letters, orders)
 
 
+@torch.no_grad()
 def probabilities(model: ProteinMPNN, task: Task, kind: str, device: torch.device) -> Tensor:
-    """Return log-probs [L, 21] of the letters at each position of the native sequence.
+    """Return log-probs [L, 21] of the letters at each designed position of the native sequence.
 
     kind: "conditional" on the letters at all other positions, or "unconditional" on any. Tied
     positions do not see each other.
@@ -191,10 +192,11 @@ def probabilities(model: ProteinMPNN, task: Task, kind: str, device: torch.devic
     tied = torch.from_numpy(task.structure.tied).to(device)  # [T, C]
     if kind == "unconditional":  # all are decoded at the same time
         return score(model, task, letters, tied.reshape(1, 1, -1))[0]
-    log_probs = torch.empty(letters.shape[1], len(ALPHABET), device=device)
-    for number, group in enumerate(tied):  # each group is the last one
-        order = tied.roll(len(tied) - 1 - number, 0)
-        log_probs[group] = score(model, task, letters, order[None])[0, group]
+    log_probs = torch.full((letters.shape[1], len(ALPHABET)), torch.nan, device=device)
+    encoded = model.encode(*batches.structure_tensors(task.structure, device))
+    for number in np.flatnonzero(task.designed[task.structure.tied].any(-1)).tolist():
+        order = tied.roll(len(tied) - 1 - number, 0)  # this group is the last one
+        log_probs[tied[number]] = model.decode(encoded, letters, order[None])[0, tied[number]]
     return log_probs
 
 

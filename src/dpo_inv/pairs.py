@@ -49,6 +49,8 @@ RESIDUE = r"([A-Za-z]?)(-?\d+[A-Za-z]?)"
 RANGE = re.compile(rf"{RESIDUE}(?:-{RESIDUE})?")
 # a mutation: from a letter, at a residue, to a letter
 MUTATION = re.compile(rf"([{ALPHABET[:-1]}]){RESIDUE}([{ALPHABET[:-1]}])", re.IGNORECASE)
+SEPARATOR = re.compile(r"[\s,;:/+]+")  # of several mutations
+NO_SUBSTITUTION = re.compile(r"(?i)wt|(ins|del).*|[a-z]+\d+(ins|del|\*).*")
 
 
 class Pair(NamedTuple):
@@ -100,8 +102,8 @@ def read(
     """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
 
     backbones: the structures read so far, to which new ones are added: arguments of
-    structure.read -> (number, Structure). limit: read only the first items. ddg: of all mutants, if
-    the file need not have it.
+    structure.read, also with the name that the file has -> (number, Structure). limit: read only
+    the first items. ddg: of all mutants, if the file need not have it.
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
@@ -153,11 +155,12 @@ def _our_fields(record: Record, ddg: float | None) -> dict[str, Any]:
     if ddg is not None:
         ours["ddg"] = ddg
     text = str(ours.get("mutation", ""))
-    if text == "wt" or text.startswith(("ins", "del")):
+    if NO_SUBSTITUTION.fullmatch(text):
         raise Unusable("not a substitution")
     if text and "ddg" in {ALIASES.get(name, name) for name in record.data} - ours.keys():
         raise Unusable("without a ddG")
-    chains = sorted({chain for _, chain, *_ in MUTATION.findall(text)} - {""})
+    matches = filter(None, map(MUTATION.fullmatch, SEPARATOR.split(text)))
+    chains = sorted({match[2] for match in matches} - {""})
     if chains and not ours.keys() & {*CHAINS}:
         ours["design_chains"] = chains
     return ours
@@ -223,8 +226,11 @@ def _pair(record: Record, source: str, backbones: dict, settings: PairSettings) 
     targets = designed[backbone.tied].any(-1) & (both[:, first] != UNKNOWN).all(0)  # [T]
     if (preferred == unpreferred).all():
         raise Unusable("the same sequence twice")
-    if not (targets & (preferred != unpreferred)[first]).any():
+    differ = (preferred != unpreferred)[first]  # [T]
+    if not (targets & differ).any():
         raise Unusable("different only at residues that are unknown or lack backbone atoms")
+    if np.isfinite(margin) and (differ & ~targets).any():  # it was measured for all of them
+        raise Unusable("with a mutated residue that is unknown or lacks backbone atoms")
     name = " ".join([backbone.name, *backbone.chains])
     arrays = preferred, unpreferred, designed, targets, np.float64(margin)
     return Pair(record.location, name, number, backbone, *arrays)
@@ -235,6 +241,10 @@ def _backbone(
 ) -> tuple[int, Structure]:
     """Return the number and the structure of an item's backbone."""
     name = data.text(record, "pdb_file")
+    options = *chains_of(record.data), settings.homo_oligomer
+    as_written = source, name, *options
+    if as_written in backbones:  # looking for the file takes longer than reading a mutation
+        return backbones[as_written]
     folder = data.resolve(source).parent
     # the files of the mega-scale data set have a colon there; FireProtDB lists several structures
     spellings = dict.fromkeys([name, name.replace("|", ":"), name.split("|")[0]])
@@ -244,10 +254,10 @@ def _backbone(
     if not file:
         folders = " or ".join(dict.fromkeys([str(folder.resolve()), str(Path.cwd())]))
         raise UserError(f"pdb_file: no file {name:.200} in {folders}")
-    options = *chains_of(record.data), settings.homo_oligomer
     key = file.resolve(), *options
     if key not in backbones:
         backbones[key] = len(backbones), structure.read(file, *options)
+    backbones[as_written] = backbones[key]
     return backbones[key]
 
 
@@ -297,7 +307,7 @@ def mutant_of(mutations: str, backbone: Structure, numbering: str) -> np.ndarray
     """
     letters = encode(backbone.sequence)
     new: dict[int, str] = {}  # position of the first copy -> letter
-    for text in re.split(r"[\s,;:/+]+", mutations.strip("; \n")):  # a line of FoldX ends with ;
+    for text in SEPARATOR.split(mutations.strip("; \n")):  # a line of FoldX ends with ;
         where = f"mutation: {data.shown(text)}"
         match = MUTATION.fullmatch(text)
         if not match:
@@ -449,12 +459,18 @@ def mutable(
 
 def check_margins(pairs: Iterable[Pair], method: str, weighting: str) -> None:
     """Raise UserError for the first pair without the ddG or the wild type that the loss needs."""
+    wild_types: dict[int, np.ndarray] = {}  # number of a backbone -> letters [L]
     for pair in pairs:
         if math.isnan(pair.margin):
             problem = f"no ddG, but --method {method} --weighting {weighting} needs one"
             raise UserError(f"{pair.location}: {problem}; add margin_kcal, or mutation and ddg")
         if method == "listwise" and pair.sign == 0:
             problem = "neither sequence is the structure's own where they differ"
+            raise UserError(f"{pair.location}: {problem}; use --method ddg, which accepts this")
+        wild_type = pair.unpreferred if pair.sign == 1 else pair.preferred
+        known = wild_types.setdefault(pair.number, wild_type)
+        if method == "listwise" and (known != wild_type).any():
+            problem = f"neither sequence is the wild type of the other pairs of {pair.name}"
             raise UserError(f"{pair.location}: {problem}; use --method ddg, which accepts this")
 
 

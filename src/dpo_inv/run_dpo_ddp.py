@@ -59,9 +59,14 @@ def read_data(config: Config, world: World) -> tuple[Data, dict[str, dict]]:
         data["val"], reports["val"] = pairs.read(config.val_data, backbones, config)
         pairs.note_repeated(train, data["val"], reports["val"])
     elif len(train) >= 10:
-        data["train"], data["val"] = batches.split(train, config.seed)
+        data["train"], data["val"] = batches.split(train, config.seed, world.is_main)
         names = sorted({pair.name for pair in data["val"]})
-        reports["val"] = report | {"used": len(data["val"]), "held_out": names, "warnings": []}
+        of_file: dict = {
+            "dropped": {},
+            "notes": {},
+            "warnings": [],
+        }  # of all pairs, which train has
+        reports["val"] = report | of_file | {"used": len(data["val"]), "held_out": names}
         report["used"] = len(data["train"])
     if config.method in MEASURED_METHODS or config.weighting == "margin":
         pairs.check_margins(data["train"] + data["val"], config.method, config.weighting)
@@ -308,7 +313,11 @@ def main(argv: list[str] | None = None) -> int:
         ref_logps = run.reference_logps(depends_on, data, used, score)
         schedule_options = config.lr_scheduler, config.warmup_ratio, config.weight_decay
         optimizer, schedule = policies.make_optimizer(policy, peak, plan.steps, *schedule_options)
-        natives = functools.partial(evaluate.natives, model, data["val"], config.seed, world)
+
+        def natives() -> evaluate.Natives:
+            phase = run.phase("designing sequences")
+            return evaluate.natives(model, data["val"], config.seed, world, phase)
+
         natives_before = run.once("natives", natives) if data["val"] else {}
         done = run.restore(policy, optimizer, schedule)
 
@@ -320,7 +329,8 @@ def main(argv: list[str] | None = None) -> int:
                 held_out = data["val"], ref_logps["val"]
                 values = run.evaluated(lambda: validate(scorer, step, *held_out, config, run))
                 if step == plan.steps:
-                    values |= evaluate.compare_natives(natives_before, natives())
+                    after = run.evaluated(natives)
+                    values |= evaluate.compare_natives(natives_before, after)
                 run.results["before" if step == 0 < plan.steps else "val"] = values
             run.log(step, values, "val", echo=False)
             if step or not plan.steps:

@@ -106,7 +106,7 @@ def read(
     note = f"{name}: {', '.join(notes):.200}; {hint}" if notes else ""
     unread = tuple(sorted({*residues_of}.difference(chains)))
     structure = Structure(*backbone, *residues, *roles, name, note, unread)
-    return structure._replace(tied=_tie_copies(path, structure)) if homo_oligomer else structure
+    return _with_tied_copies(path, structure) if homo_oligomer else structure
 
 
 def _positions(path: str | Path, residues: Residues, chain: int, first: int) -> list[Position]:
@@ -149,13 +149,15 @@ def _coords(path: str | Path, residue: gemmi.Residue) -> np.ndarray:
     return coords
 
 
-def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
-    """Return the tied positions [T, C]: the same residue of the C designed chains.
+def _with_tied_copies(path: str | Path, structure: Structure) -> Structure:
+    """Return a structure with tied positions [T, C]: the same residue of the C designed chains.
 
     These are residues with the same number. If no number occurs twice, as where numbers continue
     from chain to chain, they are residues equally far from the first one of their chain. Where a
-    chain lacks the residue, and outside the designed chains, positions are repeated.
+    chain lacks the residue, and outside the designed chains, positions are repeated. A residue that
+    is modified in some of the chains gets the letter of the others.
     """
+    sequence = np.array([*structure.sequence])
     is_designed = structure.observed & structure.in_design
     sizes = np.bincount(structure.chain_encoding[is_designed])[1:]  # residues of each chain
     labels = np.array(structure.labels, "U9")
@@ -172,7 +174,9 @@ def _tie_copies(path: str | Path, structure: Structure) -> np.ndarray:
             problem = f"residue {label} is {' and '.join(sorted(letters))} in {len(group)} chains"
             hint = "copies, with the same numbers or with numbers that continue and equal lengths"
             raise UserError(f"{path}: {problem}; --homo_oligomer needs --design_chains of {hint}")
-    return tied_array(groups.values(), len(labels))
+        sequence[group] = next(iter(letters), "X")
+    tied = tied_array(groups.values(), len(labels))
+    return structure._replace(sequence="".join(sequence), tied=tied)
 
 
 def tied_array(groups: Iterable[Sequence[int]], length: int) -> np.ndarray:

@@ -370,6 +370,20 @@ def test_a_mutation_or_mutable_position_of_one_copy_is_that_of_all(dimer, tmp_pa
         read_pairs(tmp_path, item)
 
 
+def test_a_residue_that_is_modified_in_one_copy_has_the_letter_of_the_other(dimer, tmp_path):
+    structure = gemmi.read_structure(str(dimer))
+    native = gemmi.find_tabulated_residue(structure[0]["A"][2].name).one_letter_code
+    structure[0]["A"][2].name = "SEP"
+    structure.write_pdb(str(tmp_path / "modified.pdb"))
+    letter = item_of(dimer)["preferred_seq"][9]
+    for name in (f"{letter}10W", f"{native}3W"):
+        text = f"pdb_file,design_chains,mutation,ddg\n{tmp_path}/modified.pdb,AB,{name},1.5\n"
+        (pair,), _ = read_pairs(tmp_path, text)
+        (same,), _ = read_pairs(tmp_path, text.replace(f"{tmp_path}/modified.pdb", str(dimer)))
+        assert (pair.preferred == same.preferred).all() and pair.sign == same.sign == -1
+        assert (pair.unpreferred == same.unpreferred).all() and pair.mutated.sum() == 2
+
+
 def test_probabilities_given_all_other_letters_and_given_none(model, tmp_path):
     """By decoding the residue last, and first, with any letters at the others."""
     config = replace(DIMER, homo_oligomer=False, output_dir=str(tmp_path))
@@ -388,6 +402,10 @@ def test_probabilities_given_all_other_letters_and_given_none(model, tmp_path):
             first = model.decode(encoded, letters, torch.tensor([order]))[0, row]
         assert torch.allclose(unconditional[row], first, atol=1e-5)
     assert not torch.allclose(conditional, unconditional, atol=0.01)
+    one = inference.probabilities(
+        model, task._replace(designed=np.arange(count) == 5), "conditional", "cpu"
+    )
+    assert torch.equal(one[5], conditional[5]) and one.isfinite().all(-1).tolist().count(True) == 1
     config.probabilities = "unconditional"
     inference.write_probabilities(model, task, config, "cpu")
     lines = (tmp_path / "two_probabilities.csv").read_text().splitlines()

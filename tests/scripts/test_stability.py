@@ -8,7 +8,9 @@ import functools
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,7 @@ from ddp_utils.distributed import World
 from ddp_utils.sampler import Plan
 from dpo_inv import batches, evaluate, losses, mpnn, pairs, run_dpo_ddp
 from dpo_inv.config import Config, PairSettings, read_settings
-from ranks import ranks
+from ranks import ranks, run_ranks
 
 BUNDLE = ROOT / "data/input/structures/bundle_00.pdb"
 MODEL = str(ROOT / "data/demo/protein_model.pt")
@@ -80,6 +82,27 @@ def test_a_table_of_mutations_becomes_pairs(tmp_path):
     as_json = [dict(zip(keys, map(str, row), strict=True)) for row in rows]
     (tmp_path / "a.json").write_text(json.dumps(as_json))
     assert [text(x.preferred) for x in read(tmp_path / "a.json")[0]] == [NATIVE, two]
+
+
+def test_a_mutant_of_which_a_residue_cannot_be_scored_is_dropped(tmp_path):
+    """Its ddG is that of both mutations; the log-odds would be those of one."""
+    lines = BUNDLE.read_text().splitlines(True)
+    gone = [line for line in lines if line[12:16].strip() == "O"][8]  # of residue 9
+    (tmp_path / "b.pdb").write_text("".join(line for line in lines if line != gone))
+    both = f"{mutation(3)}:{mutation(9)}"
+    rows = [["b.pdb", "A", name, 1.5] for name in (mutation(3), both, mutation(9))]
+    found, report = read(write(tmp_path / "a.csv", rows))
+    assert [pair.mutation for pair in found] == [mutation(3)]
+    assert [*report["dropped"].values()] == [1, 1]
+
+
+def test_a_word_that_is_no_substitution_names_no_chain(tmp_path):
+    rows = [[BUNDLE, name, 1.0] for name in (mutation(3), "WT", "A4del", "K2*")]
+    _, report = read(write(tmp_path / "a.csv", rows, ("pdb", "mutation", "ddG")))
+    assert report["dropped"] == {"not a substitution": 3}
+    rows = [[BUNDLE, "Lys2Ala", 1.0]]  # ys2A are letter, chain, number and letter
+    with pytest.raises(UserError, match="mutation: Lys2Ala is not a mutation"):
+        read(write(tmp_path / "b.csv", rows, ("pdb", "mutation", "ddG")))
 
 
 def table_of(path, *rows):
@@ -313,6 +336,16 @@ def test_pairs_that_contradict_each_other_are_counted(tmp_path):
     assert second.startswith("warning: 2 pairs occur again (1 with another ddG); keep one row of ")
 
 
+def test_what_is_dropped_from_a_file_is_counted_once(tmp_path):
+    rows = [[BUNDLE, "A", mutation(place), 1] for place in range(3, 15)]
+    other_file = shutil.copy(BUNDLE, tmp_path / "copy.pdb")
+    rows += [[other_file, "A", mutation(3), 1], [BUNDLE, "A", mutation(20), 0]]
+    config = Config(train_data=write(tmp_path / "a.csv", rows))
+    data, reports = run_dpo_ddp.read_data(config, World())
+    assert data["val"] and reports["train"]["dropped"] == {"a ddG of 0": 1}
+    assert not reports["val"]["dropped"] and not reports["val"]["notes"]
+
+
 def test_validation_pairs_that_are_trained_on_are_counted(tmp_path):
     """Also in the other order, or from a copy of the structure's file."""
     copy = tmp_path / "copy.pdb"
@@ -386,6 +419,17 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
     pairs.check_margins([foreign], "ddg", "none")
     with pytest.raises(UserError, match="neither sequence is the structure's own"):
         pairs.check_margins([foreign], "listwise", "none")
+    # each of two steps from the wild type is a mutation; the second one is not of the wild type
+    own = mpnn.encode(pair.backbone.sequence)
+    single, double = own.copy(), own.copy()
+    single[0] = double[0] = (own[0] + 1) % 20
+    double[1] = (own[1] + 1) % 20
+    steps = [pair._replace(margin=1.0, preferred=single, unpreferred=own)]
+    steps.append(pair._replace(margin=1.0, preferred=double, unpreferred=single))
+    assert [step.sign for step in steps] == [1, 1]
+    pairs.check_margins(steps, "ddg", "none")
+    with pytest.raises(UserError, match="neither sequence is the wild type of the other pairs"):
+        pairs.check_margins(steps, "listwise", "none")
     for flags, says in (
         ("--method ddg --length_average", "--length_average: ddg needs sums"),
         ("--method ddg --beta 1", "--beta: ddg does not use it; leave it out"),
@@ -541,6 +585,31 @@ def test_the_same_on_one_two_and_four_processes(tmp_path, flags):
         numbers = [[line[name] for line in lines if name in line] for lines in found]
         assert numbers[0] and numbers[1] == pytest.approx(numbers[0], abs=2e-5), name
         assert numbers[2] == pytest.approx(numbers[0], abs=2e-5), name
+
+
+def stopped_in_designs(data, folder, calls):
+    """A signal when the natives are scored for the second time: after the last step."""
+    natives = evaluate.natives
+
+    def asked(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return natives(*arguments)
+
+    evaluate.natives = asked
+    train(data, folder)
+
+
+def test_a_run_that_is_stopped_while_it_designs_keeps_its_steps(tmp_path):
+    data, folder = table(tmp_path), tmp_path / "run"
+    outcome = run_ranks(1, stopped_in_designs, data, folder, [])
+    assert outcome.codes == [85], outcome.logs
+    assert "stopped after step 5; run the same command to resume" in outcome.logs[0]
+    assert not runs.lines(folder, "val")[1:]
+    ranks(1, train, data, folder)
+    ranks(1, train, data, tmp_path / "whole")
+    assert runs.lines(folder, "val")[1] == runs.lines(tmp_path / "whole", "val")[1]
 
 
 def test_the_losses_of_a_run_are_those_of_the_formula(tmp_path):
