@@ -116,12 +116,13 @@ def first_day(folder: Path) -> str:
     return json.loads(file.read_text())
 
 
-def hash_of(config: Config, rows: list[dict], prompts: Replies) -> str:
+def hash_of(config: Config, rows: list[dict], prompts: Replies, encoder: Encoder) -> str:
     """Return a hash of everything that the replies depend on, except the number of processes."""
     limits = config.batch_size, config.max_sequence_length
     facts: list[Any] = [*limits, config.temperature, config.top_p]
     facts += [config.seed, config.use_mixed_precision, config.base_dtype]
     facts += [config.chat_template_kwargs, rows, prompts, torch.__version__]
+    facts += [encoder.template_digest, encoder.ends]
     facts += [models.digest_of_model(config.model_name)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -230,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     longest = [0] * config.max_sequence_length
     examples = [trajectories.Trajectory(ids, ids, longest, path, "") for ids in prompts]
     models.check_fit(meta_model, tokenizer, examples, "a smaller --max_sequence_length")
-    settings_hash = hash_of(config, rows, prompts)
+    settings_hash = hash_of(config, rows, prompts, encoder)
     count = len(questions) * config.num_sequences_per_question
     kept = sum("kept" in row and not row["held_out"] for row in rows)
     about = f"{count} replies = {len(questions)} questions x {config.num_sequences_per_question}, "
@@ -275,6 +276,11 @@ def main(argv: list[str] | None = None) -> int:
             row |= {"chat_template": config.chat_template, "template": encoder.template_digest}
             if encoder.date:
                 row["template_date"] = encoder.date
+        ends = sampling.ends_of(scorer, encoder)
+        cut = sum(tokens[-1] not in ends for tokens in replies)
+        if 10 * cut > len(replies):
+            problem = f"{cut} of {len(replies)} replies are cut at --max_sequence_length"
+            distributed.warn(f"warning: {problem}; a larger value takes more time")
         write(config.val_out_file, True, rows)
         write(config.traj_out_file, False, rows)
         shutil.rmtree(folder)

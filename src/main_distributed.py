@@ -197,12 +197,12 @@ def generate_replies(
     return {split: texts for split, texts in replies.items() if texts}
 
 
-def load_judge(config: settings.Config, data: dict) -> "Judge":
-    """Return the judge of replies, after a trial on a pair of each split."""
+def load_judge(config: settings.Config, data: dict, is_main: bool) -> "Judge":
+    """Return the judge of replies, after a trial on a pair of each split if this is rank 0."""
     from lm.judge import load_judge
 
     pairs = data["val"][:1] + data["test"][:1]
-    tried = [(pair.text, pair.expected) for pair in pairs]
+    tried = [(pair.text, pair.expected) for pair in pairs if is_main]
     return load_judge(config.judge, settings.DEMO_JUDGE, tried)
 
 
@@ -342,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # data
     encoder = Encoder.of(config, date_of(config.result_dir, config, world))
     data, report = read_data(config, encoder, world)
-    judge = load_judge(config, data) if config.judge else None
+    judge = load_judge(config, data, world.is_main) if config.judge else None
     plan = sampler.Plan.of(config, len(data["train"]))
     spec, meta_model = describe_run(config, data, report, encoder, plan, judge, world)
     if config.check:

@@ -27,7 +27,7 @@ def load_judge(spec: str, demo: str = "", tried: Iterable[tuple[str, str]] = ())
     The function takes a prompt and a reply, and returns a number or {name: number}. Its file is
     executed, so that it may be named on the command line or in config.py only.
     demo: for this spec, the file is the project's own, whatever the current folder contains.
-    tried: prompts and replies that the judge is tried on.
+    tried: prompts and replies that the judge is tried on; a script gives them to rank 0 only.
     """
     path, _, name = spec.rpartition(":")
     file = data.ROOT / path if spec == demo else data.resolve(path)
@@ -79,14 +79,16 @@ def ask_once(run: Run, name: str, asked: Sequence[tuple[str, str]], judge: Judge
     digest = hashlib.sha256(repr(asked).encode()).hexdigest()
     facts = {"judge": judge.digest, "asked": digest}  # type: ignore[attr-defined]
     parts = [[row] for row in range(len(asked))]
-    scores: list[str] = distributed.on_main(world, lambda: [*judge(*asked[0])]) if asked else []
+    first: Scores = distributed.on_main(world, lambda: judge(*asked[0])) if asked else {}
+    scores = [*first]
 
     def judged(_: str, missing: Parts) -> Iterator[Tensor]:
         phase = run.phase(f"judging {name}", len(parts), len(parts) - len(missing))
         table = torch.full((len(asked), len(scores)), torch.nan, dtype=torch.double)
         for part in missing:
             for row in phase.each(part):
-                verdict = distributed.on_main(world, partial(judge, *asked[row]))
+                one = partial(judge, *asked[row])
+                verdict = distributed.on_main(world, one) if row else first
                 table[row] = torch.tensor([verdict[score] for score in scores], dtype=torch.double)
             yield table.to(world.device)
 

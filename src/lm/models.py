@@ -412,7 +412,10 @@ def save(
             model.save_pretrained(temporary, state_dict=weights)
             base.generation_config.save_pretrained(temporary)
         add_ends(temporary, encoder.ends)
-        encoder.tokenizer.save_pretrained(temporary)
+        tokenizer = copy.copy(encoder.tokenizer)
+        if not encoder.templated:  # other programs would use it, but the model has not seen it
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's has no content
 
 

@@ -4,10 +4,11 @@ B rows, T tokens, N tokens of all replies, D width, V vocabulary size.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from ddp_utils import UserError, sampler
@@ -43,16 +44,28 @@ class Student(logps.Scorer):
     @torch.no_grad()
     def teach(self, batch: Batch) -> Batch:
         """Return the batch with the states of the prompted base model."""
-        with self.model.disable_adapter():
+        with self.adapter(baked=False):
             return batch._replace(teacher_states=self.states(batch.teacher))
 
     def batch(self, rows: Sequence[Trajectory], device: torch.device) -> Batch:
         """Return the batch of these rows, with the states of the prompted base model."""
         return self.teach(trajectories.collate(rows, device, self.shared))
 
-    def adapter(self, baked: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which the model has its LoRA, or in which it is the base model."""
-        return contextlib.nullcontext() if baked else self.model.disable_adapter()
+    @contextlib.contextmanager
+    def adapter(self, baked: bool) -> Iterator[None]:
+        """Let the model have its LoRA, or be the base model.
+
+        peft's disable_adapter() also walks all modules for a report: 57 ms for 28 layers.
+        """
+        layers = [x for x in self.model.modules() if isinstance(x, BaseTunerLayer)]
+        before = [layer._disable_adapters for layer in layers]
+        try:
+            for layer in layers:
+                layer._disable_adapters = not baked
+            yield
+        finally:
+            for layer, was in zip(layers, before, strict=True):
+                layer._disable_adapters = was
 
     def example(self, device: torch.device) -> Any:
         return self.batch([Trajectory([0], [0], [0], "", "")], device)
@@ -61,8 +74,9 @@ class Student(logps.Scorer):
 def check_targets(model: Any, targets: str) -> None:
     """Raise UserError if a LoRA would train the output layer or the embedding of a model."""
     layers = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name.strip() for name in targets.split(",")]
     for path, module in model.named_modules():
-        if module in layers and path.rpartition(".")[2] in targets.split(","):
+        if module in layers and path.rpartition(".")[2] in names:
             problem = "output layer and embedding cannot be trained (the teacher uses them as well)"
             raise UserError(f"--lora_targets: {problem}; leave them out")
 
@@ -91,5 +105,6 @@ def own_replies(
     replies = sampling.generate(student, prompts, ends, world, spec, keep_end=True)
     sampled = {}
     for row, reply in zip(rows, replies, strict=True):
-        sampled[row] = examples[row]._replace(reply=reply)
+        available = config.max_traj_len - len(examples[row].teacher)  # as of replies in files
+        sampled[row] = examples[row]._replace(reply=reply[:available])
     return sampled

@@ -32,7 +32,7 @@ class Column(NamedTuple):
     def metric(self, score: str) -> str:
         """Return the name of the mean of a judge's score."""
         if self.other:
-            return f"kept/{score}{'' if self.baked else '_base'}/{self.other}"
+            return f"kept/{score or 'score'}{'' if self.baked else '_base'}/{self.other}"
         return f"judge/{self.title}/{score}".rstrip("/")
 
 

@@ -159,7 +159,7 @@ def test_a_judge_that_is_stopped_scores_only_what_is_missing(tmp_path):
         return {"first": ord(prompt) / 7, "second": float(ord(reply))}
 
     def stop():
-        if len(calls) == 3:  # the first one is also asked for the names of its scores
+        if len(calls) == 2:
             raise Stop("stopped", 85)
 
     def once(poll):
@@ -178,7 +178,7 @@ def test_a_judge_that_is_stopped_scores_only_what_is_missing(tmp_path):
     assert calls == [("a", "x")]
     judge.digest = "2"  # another judge
     once(lambda: None)
-    assert len(calls) == 5
+    assert len(calls) == 4
 
 
 WILSON = {  # Brown, Cai, DasGupta 2001 / R's prop.test(correct=FALSE)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,19 +184,30 @@ def test_the_template_goes_with_the_replies(made, tmp_path, monkeypatch):
         message = f"--chat_template: {other} is not the one with which .*:1 was sampled; use that"
         with pytest.raises(UserError, match=message):
             train(tmp_path / "run", folder, "--check", "--chat_template", other)
-    template.write_text(template.read_text() + " ")
+    ended = "{{ m.content }}{% if m.role == 'assistant' %}!{% endif %}"
+    template.write_text(template.read_text().replace("{{ m.content }}", ended))
     with pytest.raises(
         UserError, match="t.jinja is not the one with which .* was sampled; use tha"
     ):
         train(tmp_path / "run", folder, "--check")
+    # only another end of the replies, but the same prompts
+    assert generate(folder, "--chat_template", name) == 0
+    train(tmp_path / "run", folder, "--check")
     train(tmp_path / "run", made, "--check")
     assert found[-1].chat_template == "auto"
 
 
-def test_without_a_template_x0_ends_with_a_line(tmp_path, capsys):
+def test_without_a_template_x0_ends_with_a_line(tmp_path):
     (tmp_path / "x0.txt").write_text("Answer in capital letters.")
     assert generate(tmp_path, "--chat_template", "none", "--x0_file", f"{tmp_path}/x0.txt") == 0
     assert {row["x0"] for row in rows_of(tmp_path)[0]} == {"Answer in capital letters.\n"}
+
+
+def test_replies_that_are_cut_are_counted(tmp_path, capsys):
+    few = runs.words("--num_questions 2 --num_sequences_per_question 1 --max_sequence_length 2")
+    assert generate(tmp_path, *few) == 0
+    warning = "warning: 8 of 8 replies are cut at --max_sequence_length; a larger value takes more"
+    assert warning in capsys.readouterr().out  # 2, and 2 to measure each of 3 prompts
 
 
 @pytest.mark.parametrize("text", ["\n\nHuman: Why?\n\nAssistant:", "<|im_start|>user\nWhy?"])
@@ -251,11 +263,15 @@ def test_each_setting_that_changes_a_reply_is_in_the_mark():
     changes += [{"base_dtype": "bf16"}, {"chat_template_kwargs": "{}"}, {}]
     changes += [{"retain_share": 0.5}, {"retain_share": 0.0}]
     marks = set()
+    encoder = SimpleNamespace(template_digest="t", ends=[2])
     for change in changes:
         config = generate_config.Config(**change)
         rows = generate_data.plan_rows(config, ["a", "b", "c"], {"line 1": "Be kind."}, {})
-        marks.add(generate_data.hash_of(config, rows, []))
-    assert len(marks) == len(changes)
+        marks.add(generate_data.hash_of(config, rows, [], encoder))
+    for more in ({"ends": [3]}, {"template_digest": "other"}):
+        other = SimpleNamespace(**vars(encoder) | more)
+        marks.add(generate_data.hash_of(config, rows, [], other))
+    assert len(marks) == len(changes) + 2
 
 
 WRONG = {
@@ -423,7 +439,7 @@ def test_many_cut_replies_are_a_warning(made, tmp_path, monkeypatch):
     assert specs[1].lines[1].startswith(expected)
 
 
-LM_HEAD = ["--lora_targets", "q_proj,lm_head", "--check"]
+LM_HEAD = ["--lora_targets", "q_proj, lm_head", "--check"]
 
 
 @pytest.mark.parametrize(

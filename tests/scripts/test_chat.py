@@ -168,6 +168,16 @@ def test_without_a_template_a_run_on_conversations_is_asked_in_turns(tmp_path, m
     assert prompts == [encoder.tokenizer(text).input_ids for text in (turn, following)]
 
 
+def test_a_model_that_was_trained_without_its_template_is_saved_without(tmp_path):
+    """Otherwise merge, and other programs, would ask it with a template that it does not know."""
+    device = torch.device("cpu")
+    encoder = Encoder(models.load_tokenizer(DEMO), "none")
+    base = models.load(DEMO, "auto", models.META)
+    models.save(models.load(DEMO, "auto", device), base, encoder, tmp_path / "model")
+    assert not chat.load(str(tmp_path / "model"), False, device)[1].templated
+    assert encoder.tokenizer.chat_template
+
+
 def test_a_model_folder_has_no_before():
     with pytest.raises(UserError, match="--before: .* is not a run of a language model"):
         chat.load(DEMO, True, torch.device("cpu"))

@@ -12,7 +12,7 @@ import train_loop
 from conftest import ROOT
 from ddp_utils import UserError, distributed
 from ddp_utils.policy import Precision
-from lm import models
+from lm import models, sampling
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
 from prompt_baking import distillation, replies, trajectories
@@ -209,6 +209,30 @@ def test_every_token_counts_the_first_one_too(student):
         student.full_logits = False
 
 
+def test_the_base_model_is_that_of_peft_and_the_lora_comes_back(student):
+    batch = trajectories.collate(ROWS, "cpu").student
+    with torch.no_grad():
+        baked = student.states(batch)
+        with student.model.disable_adapter():
+            base = student.states(batch)
+        with student.adapter(baked=False):
+            with student.adapter(baked=False):
+                assert torch.equal(student.states(batch), base)
+            assert torch.equal(student.states(batch), base)
+            with student.adapter(baked=True):
+                assert torch.equal(student.states(batch), baked)
+        with pytest.raises(ValueError, match="x"), student.adapter(baked=False):
+            raise ValueError("x")
+        assert torch.equal(student.states(batch), baked) and not torch.equal(baked, base)
+
+
+def test_replies_of_the_student_are_as_long_as_those_of_files(student, encoder, monkeypatch):
+    config = Config(max_traj_len=9)
+    monkeypatch.setattr(sampling, "generate", lambda scorer, prompts, *_, **__: [[5] * 8] * 2)
+    found = distillation.own_replies(student, [2, 1], ROWS, 0, encoder, config, distributed.World())
+    assert {row: len(one.reply) for row, one in found.items()} == {2: 3, 1: 4}  # 9 - 6, 9 - 5
+
+
 def half_of(values, sizes):
     """Half of the 95 % interval of a ratio of sums, from its residuals."""
     ratio, count = sum(values) / sum(sizes), len(values)
@@ -262,6 +286,7 @@ def test_each_column_has_its_prompt_and_its_model():
     columns = replies.columns_of("Be loud.", {"cook": "You are a cook."})
     read = {column.title: (column.system, column.baked) for column in columns}
     expected = {"base": ("", False), "prompted": ("Be loud.", False), "baked": ("", True)}
+    assert columns[3].metric("") == "kept/score_base/cook"  # of a judge that returns a number
     cook = "You are a cook."
     assert read == expected | {"cook, base": (cook, False), "cook, baked": (cook, True)}
 
