@@ -199,7 +199,9 @@ def plan_of(path: str, world: distributed.World) -> Any:
     from lm import memory_plan
     from lm.chat_template import Encoder
 
-    is_sft = not yaml_config.load(path).keys().isdisjoint(sft_settings.SECTIONS)
+    # fine_tuning is a section of train.py, and a setting of main_distributed.py
+    content = yaml_config.load(path)
+    is_sft = any(isinstance(content.get(name), dict) for name in sft_settings.SECTIONS)
     script: Any = sft if is_sft else dpo
     config: Any = (sft_settings if is_sft else dpo_settings).read(["--config", path])
     if config.in_4_bits:

@@ -44,6 +44,9 @@ module load frameworks
 # shellcheck disable=SC1091 # it exists only on Aurora
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" # the environment may have another clone
+# how often PBS has run this job again, for runs with --restart
+runs=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/^ *run_count = //p' || true)
+export PBS_RESTART_COUNT=$((${runs:-1} - 1))
 set -u
 
 # processes: 12 tiles per node, or 6 GPUs, and the cores near each

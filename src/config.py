@@ -154,8 +154,6 @@ def read_sharding(config: Config, places: cli.Places) -> None:
     from lm.sharding import settings as files
 
     config.notes = files.read(config, config.strategy, config.sharding_config, places)
-    if config.strategy == "fsdp":
-        config.use_gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
 
 
 def check(config: Config) -> None:

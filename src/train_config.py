@@ -189,8 +189,6 @@ def read_sharding(config: Config) -> None:
         from lm.sharding import settings as files
 
         config.notes = files.read(config, config.strategy, config.sharding_config, config.places)
-    if config.use_fsdp:
-        config.gradient_checkpointing |= config.sharding.fsdp_activation_checkpointing
 
 
 def check(config: Config) -> None:
@@ -210,7 +208,10 @@ def check(config: Config) -> None:
         lora = "lora_r", "lora_alpha", "lora_dropout", "lora_targets"
         cli.note_unused(config, "type is full: there is no LoRA", *lora)
     if config.strategy != "ddp":
-        cli.note_unused(config, f"{config.strategy} has its own buckets", "bucket_mb")
+        from lm.sharding.settings import shards
+
+        if shards(config.strategy, config.sharding):
+            cli.note_unused(config, f"{config.strategy} has its own buckets", "bucket_mb")
     if config.val_data:
         cli.note_unused(config, "val_data is set", "val_share")
     elif not config.val_share:

@@ -265,28 +265,31 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
 def start_facts() -> dict[str, Any]:
     """Return what has started this process: its launcher, if that restarts ranks, and its job.
 
+    PBS_RESTART_COUNT is exported by our job scripts, since PBS has no such variable.
+
     A launcher's own name for a launch is often the same for all launches; its process is not.
     """
     started_by = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         started_by = f"{platform.node()} {parent} {start_of(parent)}"
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", os.environ.get("PBS_RESTART_COUNT", "0"))
     return {
         "started_by": started_by,
-        "job": os.environ.get("SLURM_JOB_ID"),
+        "job": job,
         "job_restarts": int(restarts) if restarts.isdecimal() else 0,
     }
 
 
 def is_started_again(saved: dict, now: dict) -> bool:
-    """Return whether a launcher or Slurm has started a run again, with the same flags.
+    """Return whether a launcher, Slurm or PBS has started a run again, with the same flags.
 
     saved: start_facts() of its last start, with others, as in environment.json; now: of this one.
     """
     by_launcher = now.get("started_by") and saved.get("started_by") == now["started_by"]
-    by_slurm = now.get("job_restarts") and saved.get("job") == now["job"]
-    return bool(by_launcher or by_slurm)
+    by_scheduler = now.get("job_restarts") and saved.get("job") == now["job"]
+    return bool(by_launcher or by_scheduler)
 
 
 def differences(saved: dict, now: dict, free: Sequence[str] = ()) -> dict[str, str]:

@@ -274,8 +274,9 @@ class Policy:
         return tensors
 
     def scale_state(self) -> list[float]:
-        """Return the numbers that the loss scale consists of."""
-        return [self.loss_scale.scale, self.loss_scale.good_steps]
+        """Return the numbers that the loss scale consists of; [] except in fp16."""
+        scale = self.loss_scale
+        return [scale.scale, scale.good_steps] if scale.enabled else []
 
     def set_scale_state(self, values: list[float]) -> None:
         """Continue with a loss scale of an earlier start."""
@@ -300,7 +301,8 @@ class Policy:
         for key, value in tensors.items():
             kind, _, name = key.partition("/")
             if key == "loss_scale":
-                self.set_scale_state(value.tolist())
+                if self.scale_state():  # otherwise an earlier start has computed in fp16
+                    self.set_scale_state(value.tolist())
             elif kind == "parameter":
                 named[name].copy_(self.from_saved(value, named[name], layout))
             elif kind == "step" or value.ndim == 0 < named[name].ndim:  # one number per parameter

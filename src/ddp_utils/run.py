@@ -431,6 +431,9 @@ class Run:
             names = [", ".join(sorted(part)) or "nothing" for part in (own, self.kept)]
             problem = f"has {names[0]} (expected {names[1]}, as this script keeps it)"
             raise UserError(f"{path}: {problem}; use the old script, or --restart")
+        now, before = str(policy.precision), manifest.get("precision")
+        if before not in (None, now):
+            self.warn(f"warning: the model computes in {now}, until step {step} in {before}")
         layout = manifest["shard_layout"]
         self._fill_kept(own, layout)
         policy.load_state(optimizer, schedule, tensors, step, layout)
@@ -487,6 +490,7 @@ class Run:
         distributed.on_each(self.world, lambda: check_finite(tensors, self.step))
         facts: dict[str, Any] = {
             "shard_layout": self.spec.shard_layout,
+            "precision": str(policy.precision),
             "own": numbers,
             "validated": self.validated,
             "results": self.results | {"warnings": distributed.warnings + self.warnings},
@@ -598,6 +602,8 @@ class Run:
         """
         world, path, done = self.world, self.folder / EVALUATION, 0
         stored = self.interrupted.pop(split, None)  # [ranks, names], of a table [ranks, N, K]
+        if self.step != self.done:  # they are of the weights at this start
+            stored = None
         if stored is not None:
             averages.sums, done = stored[world.rank], int(self.interrupted["done"])
         try:
@@ -620,7 +626,7 @@ class Run:
         # of micro-batches, which may be others when a run is resumed
         sizes = [*map(vars(self.config).get, checkpoints.PER_PROCESS.split())]
         facts = {"step": self.step, "ranks": self.world.world_size, "code": code_digests()}
-        return facts | {"sizes": sizes}
+        return facts | {"sizes": sizes, "save_best": self.spec.save_best}
 
     # --- results that are computed once ----------------------------------------------------------
 

@@ -305,7 +305,7 @@ def new(model: Model, spec: LoraSpec, unreached: tuple[str, ...]) -> tuple[Any, 
     with reading(f"--lora_targets {spec.targets}"):  # peft does not support all models
         adapted = adapt(model, settings)
     lines = describe_targets(adapted, targets, linear, fused)
-    if model.name_or_path and model_files.is_adapter(model.name_or_path):
+    if model.name_or_path and model_files.is_adapter(model.name_or_path, needs_weights=False):
         problem = "the result is a LoRA on a LoRA, which only these scripts can load"
         lines.append(f"warning: {problem}; make a model of it with python -m lm.merge")
     return adapted, lines

@@ -19,20 +19,16 @@ def choose(
 
     options: for fsdp its Settings (None: the defaults), for deepspeed the object in its JSON file.
     """
-    if kind == "fsdp":
-        from lm.sharding import fsdp
+    if kind != "ddp":
+        from lm.sharding import deepspeed, fsdp, settings
 
-        settings = options or fsdp.Settings()
-        name = settings.fsdp_sharding_strategy
-        saves_shards = settings.fsdp_state_dict_type == "SHARDED_STATE_DICT"
-        if name != "NO_SHARD":
-            return Strategy(kind, f"FSDP {name}", settings, grad_reduce_dtype, None, saves_shards)
-    if kind == "deepspeed":
-        from lm.sharding import deepspeed
-
-        stage = deepspeed.stage(options)
-        if stage > 0:
-            return Strategy(kind, f"ZeRO-{stage}", options, saves_shards=True)
+        if settings.shards(kind, options) and kind == "deepspeed":
+            return Strategy(kind, f"ZeRO-{deepspeed.stage(options)}", options, saves_shards=True)
+        if settings.shards(kind, options):
+            own = options or fsdp.Settings()
+            name = f"FSDP {own.fsdp_sharding_strategy}"
+            saves_shards = own.fsdp_state_dict_type == "SHARDED_STATE_DICT"
+            return Strategy(kind, name, own, grad_reduce_dtype, None, saves_shards)
     return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
 
 

@@ -12,6 +12,7 @@ import runs
 from ddp_utils import distributed, policy
 from ddp_utils.policy import Precision
 from lm import chat
+from ranks import ranks
 
 CPU = torch.device("cpu")
 LOWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
@@ -151,3 +152,19 @@ def test_a_run_in_slow_bf16_says_so_before_training_and_in_its_report(name, tmp_
     assert lines[at] in warnings
     assert float(lines[at].split()[3]) >= 1
     assert "bf16 takes" in (tmp_path / "run/report.html").read_text()
+
+
+def on_a_device(folder, autocast, steps):
+    Precision.choose = lambda *_: Precision(torch.float32, autocast)
+    flags = runs.words(f"--max_rows 8 --max_steps {steps} --save_every 1 --result_dir {folder}")
+    return runs.main([*runs.QUIET, *runs.LORA, *flags])
+
+
+def test_a_run_that_resumes_in_another_precision_says_so(tmp_path):
+    """As on another GPU: `auto` chooses another one there."""
+    ranks(1, on_a_device, str(tmp_path / "run"), torch.bfloat16, 1)
+    summary = tmp_path / "run/summary.json"
+    summary.write_text(summary.read_text().replace('"finished"', '"running"'))
+    ranks(1, on_a_device, str(tmp_path / "run"), None, 2)
+    warning = "warning: the model computes in torch.float32, until step 1 in torch.bfloat16"
+    assert warning in json.loads(summary.read_text())["warnings"]

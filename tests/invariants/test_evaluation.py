@@ -226,6 +226,22 @@ def test_an_evaluation_continues_where_it_was_stopped(script, tmp_path):
     assert not [*tmp_path.rglob("evaluation.safetensors")]
 
 
+def test_the_sums_of_a_stopped_evaluation_are_those_of_its_weights(tmp_path):
+    """A run that is stopped in its test and then extended tests other weights."""
+    more = f"--test_data {runs.PAIRS} --max_steps {{}}"
+    whole = run_ranks(1, stopped, "main_distributed", tmp_path / "two", 0, False, more.format(2))
+    count = faults.finished(whole).logs[0].splitlines().count("computed")
+    for folder, number in (("parts", count - 2), ("whole", 0)):
+        how = "main_distributed", tmp_path / folder, number, False
+        outcome = run_ranks(1, stopped, *how, more.format(2 if number else 4))
+        assert outcome.codes == [85 if number else 0], outcome.logs
+    assert [*(tmp_path / "parts").rglob("evaluation.safetensors")]
+    how = "main_distributed", tmp_path / "parts", 0, False
+    faults.finished(run_ranks(1, stopped, *how, more.format(4)))
+    found, expected = (faults.summary(tmp_path / name)["test"] for name in ("parts", "whole"))
+    assert found == expected
+
+
 def test_an_evaluation_in_other_micro_batches_is_repeated(tmp_path):
     """The batch of a step is the same, so the run may go on; its sums are of other rows."""
     sizes = [f"--micro_batch_size {x} --gradient_accumulation_steps {2 // x}" for x in (1, 2)]

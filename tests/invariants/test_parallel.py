@@ -66,7 +66,7 @@ def test_complaint_24_a_state_saved_on_4_ranks_is_loaded_on_1_and_2(fine_tuning,
     names = checkpoints.read(checkpoints.find_newest(tmp_path)[0])[0]
     assert not [name for name in names if "module." in name or "_orig_mod" in name]
     kinds = {name.split("/")[0] for name in names}
-    assert kinds == {"parameter", "exp_avg", "exp_avg_sq", "step", "loss_scale"}
+    assert kinds == {"parameter", "exp_avg", "exp_avg_sq", "step"}
     for world_size in (1, 2, 4):
         losses = ranks(world_size, three_steps, tmp_path, fine_tuning, True)[0]
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -105,6 +105,21 @@ def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_ste
     assert all(scale.allows_step(1.0) for _ in range(2000)) and scale.scale == 65536
     off = LossScale(enabled=False)
     assert off.allows_step(float("nan")) and off.scale == 1.0
+
+
+def test_a_loss_scale_is_loaded_in_fp16_alone():
+    """In another precision nothing would divide the gradients by it."""
+    parts = policy_and_pairs()
+    policy, optimizer, schedule = parts[1:4]
+    policy.loss_scale = LossScale(enabled=True)
+    one_step(*parts)
+    tensors = policy.state(optimizer)
+    for enabled, expected in ((False, (1.0, 0)), (True, (65536.0, 1))):
+        policy.loss_scale = LossScale(enabled)
+        policy.load_state(optimizer, schedule, tensors, 1)
+        assert (policy.loss_scale.scale, policy.loss_scale.good_steps) == expected
+    policy.loss_scale = LossScale(enabled=False)
+    assert "loss_scale" not in policy.state(optimizer)
 
 
 def test_under_a_loss_scale_steps_are_those_without():

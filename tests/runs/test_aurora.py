@@ -31,7 +31,7 @@ exec mpiexec.mpich "${words[@]}" bash -c '
   exec env -u PMI_RANK -u PMI_SIZE -u MPI_LOCALRANKID -u MPI_LOCALNRANKS "$@"' - "$@"
 """
 QSTAT = "#!/bin/bash\necho '    Resource_List.select = 2:system=aurora'\n"
-QSTAT += "echo '    Resource_List.walltime = 00:30:08'\n"
+QSTAT += "echo '    Resource_List.walltime = 00:30:08'\necho '    run_count = 3'\n"
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def test_the_body_trains_on_two_nodes_and_resumes_when_it_is_run_again(job):
     about = json.loads((folder / "environment.json").read_text())
     assert (about["launcher"], about["world_size"]) == ("pals", 4)
 
-    assert job(*steps, PER_NODE="2").returncode == 0  # run again it has the same number
+    assert about["job_restarts"] == 2  # by qstat
+    # run again it has the same number
+    assert job(*steps, "--restart", PER_NODE="2").returncode == 0
     out = (job.folder / "logs/dpo_ddp_123.out").read_text()
     assert "resumes after step" in out and out.count("Initialized DDP") == 2
     assert [line["step"] for line in runs.lines(folder, "train")] == [1, 2, 3]

@@ -250,6 +250,11 @@ def test_a_launcher_is_its_process_whatever_its_launches_are_called(monkeypatch)
         monkeypatch.setenv(name, value)
     expected = {"started_by": None, "job": "5", "job_restarts": 2}
     assert checkpoints.start_facts() == expected
+    for kind in ("JOB_ID", "RESTART_COUNT"):
+        monkeypatch.delenv(f"SLURM_{kind}")
+    for name, value in {"PBS_JOBID": "5", "PBS_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert checkpoints.start_facts() == expected
 
 
 def test_a_new_run_does_not_move_its_own_input_aside(tmp_path):

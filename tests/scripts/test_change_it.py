@@ -332,7 +332,7 @@ def test_an_optimizer_of_ones_own(changed):
     """SGD with momentum has a buffer for each weight."""
     train(changed, "--learning_rate", "0.1", "--lr_scheduler", "constant")
     kinds = {key.partition("/")[0] for key in state_of(changed)}
-    assert kinds == {"parameter", "momentum_buffer", "loss_scale"}
+    assert kinds == {"parameter", "momentum_buffer"}
 
 
 @pytest.mark.parametrize("changed", ["A schedule"], indirect=True)

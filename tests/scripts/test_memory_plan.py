@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import check_gpu
+import runs
 from conftest import ROOT
 from conftest import need as need_version
 from ddp_utils import UserError
@@ -206,6 +207,17 @@ def test_the_plan_of_the_demo(yaml, capsys, monkeypatch):
     assert [line[:19].strip() for line in table] == [*memory_plan.STRATEGIES]
     assert all(line.split()[-2:] == ["yes", "5"] for line in table)
     assert [line.split()[0] for line in lines[-2:]] == ["disk", "host"]
+
+
+def test_the_plan_of_dpo_with_a_lora(yaml, capsys, monkeypatch):
+    """Its setting fine_tuning has the name of a section of train.py."""
+    monkeypatch.setattr(memory_plan, "SIZES", (1,))
+    path = yaml()
+    model = json.loads(Path(path).read_text())["model"]
+    content = model | {"fine_tuning": "lora", "train_data": runs.PAIRS, "max_rows": 6}
+    Path(path).write_text(json.dumps(content))
+    lines = printed(capsys, path, "--gpus", "2", "--gpu_memory", "80")
+    assert lines[2].startswith("rows      5, ")  # one is for validation
 
 
 def test_the_plan_of_an_adapter_is_that_of_its_base(yaml, capsys, monkeypatch, tmp_path):

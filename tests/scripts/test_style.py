@@ -29,8 +29,8 @@ REACHED = {
     "train": (33, 6060),
     "train_loop": (34, 5800),
     "generate_data": (26, 5020),
-    "dpo_inv.run_dpo_ddp": (26, 4720),
-    "dpo_inv.inference": (18, 3400),
+    "dpo_inv.run_dpo_ddp": (26, 4760),
+    "dpo_inv.inference": (18, 3450),
     "ad.train": (23, 3850),
     "ad.evaluate": (15, 2560),
 }
@@ -39,7 +39,7 @@ SHARED = (17, 3260)  # files and lines of ddp_utils without tools/; the goal is 
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2890, "ad.train": 2890}
 PYTHON = 14500  # outside tests; the goal is 11,000
-SHELL_LINES = 280
+SHELL_LINES = 285
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
 

@@ -308,6 +308,11 @@ FSDP = {  # file: content, the warning or the error, and the strategy
         "fsdp_use_orig_params; fsdp_min_num_params (use fsdp_transformer_layer_cls_to_wrap)",
         "FULL_SHARD",
     ),
+    "one precision in two spellings": (
+        V1 | {"fsdp_mixed_precision": "BFLOAT16", "mixed_precision": "bf16"},
+        "",
+        "FULL_SHARD",
+    ),
     "two strategies": (
         V2 | {"fsdp_sharding_strategy": "NO_SHARD"},
         "fsdp_sharding_strategy is NO_SHARD, but another key sets FULL_SHARD; use only one of them",

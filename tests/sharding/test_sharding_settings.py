@@ -112,8 +112,8 @@ mixed_precision: bf16
 def test_accelerates_own_file_and_the_line_of_a_mistake_in_it():
     Path("a.yaml").write_text(ACCELERATE.format("true", 3))
     settings, notes = fsdp.read("a.yaml")
-    assert (settings.precision, settings.fsdp_sharding_strategy, notes) == ("bf16", "NO_SHARD", [])
-    assert settings.fsdp_offload_params
+    assert (settings.precision, settings.fsdp_sharding_strategy) == ("bf16", "NO_SHARD")
+    assert settings.fsdp_offload_params and "fsdp_offload_params has no effect" in notes[0]
     for words, says in (
         (("on", 1), "4: fsdp_offload_params: 'on' is not"),
         (("false", "''"), "5: fsdp_sharding_strategy: '' is not"),
@@ -204,6 +204,23 @@ def test_a_file_that_changes_what_the_flags_left_open_is_one_line(tmp_path, monk
     assert train_config.read(["--deepspeed", "d.json", *flags]).notes == []
     found = train_config.read(["--use_fsdp", "--fsdp_config", "f.json"]).notes[-1]
     assert found == "f.json changes mixed_precision from auto to bf16"
+
+
+def test_checkpointing_and_buckets_beside_a_file_of_fsdp(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("training: {}\n")
+    (tmp_path / "f.json").write_text('{"fsdp_activation_checkpointing": true}')
+    flags = ["--use_fsdp", "--fsdp_config", "f.json"]
+    config = train_config.read(flags)
+    assert config.gradient_checkpointing
+    assert config.notes == ["f.json changes gradient_checkpointing from False to True"]
+    with pytest.raises(UserError, match="--gradient_checkpointing is False, but f.json:1: fsdp_a"):
+        train_config.read([*flags, "--no_gradient_checkpointing"])
+    # NO_SHARD is DDP, which has buckets
+    for name, count in (("FULL_SHARD", 1), ("NO_SHARD", 0)):
+        (tmp_path / "f.json").write_text(json.dumps({"fsdp_sharding_strategy": name}))
+        train_config.read([*flags, "--bucket_mb", "10"])
+        assert capsys.readouterr().out.count("fsdp has its own buckets") == count
 
 
 def test_an_auto_bucket_is_what_a_square_matrix_holds():

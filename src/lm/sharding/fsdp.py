@@ -15,7 +15,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 Kind = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 QUOTED = {"true": True, "yes": True, "false": False, "no": False}  # booleans in quotation marks
 PRECISIONS = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "NO": "no"}
-PRECISIONS |= {"BF16": "bf16", "FP16": "fp16", "FP32": "no"}
+OTHER_PRECISIONS = {"BF16": "BFLOAT16", "FP16": "FLOAT16", "FP32": "NO"}
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Settings:
     """The settings of FSDP, with accelerate's names."""
 
     fsdp_sharding_strategy: Kind = "FULL_SHARD"
-    fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "BF16", "FP16", "FP32", "NO", None] = None
+    fsdp_mixed_precision: Literal["BFLOAT16", "FLOAT16", "NO", None] = None
     # classes to be sharded one by one, a list or separated by commas; empty: the model's own
     fsdp_transformer_layer_cls_to_wrap: list | str | None = None
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
@@ -113,6 +113,6 @@ def normalized(settings: dict[str, Any]) -> dict[str, Any]:
         elif is_strategy and str(value) in tuple("12345"):
             value = STRATEGIES[int(value) - 1]
         elif isinstance(value, str) and (isinstance(hint, Fixed) or get_origin(hint) is Literal):
-            value = value.upper()
+            value = OTHER_PRECISIONS.get(value.upper(), value.upper())
         result[key] = value
     return result

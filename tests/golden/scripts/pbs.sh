@@ -47,4 +47,7 @@ MASTER_PORT="${MASTER_PORT:-$((20000 + 10#${job//[!0-9]/} % 10000))}"
 WORLD_SIZE=$(($(sort -u "$PBS_NODEFILE" | wc -l) * 12))
 LOCAL_WORLD_SIZE=12
 export MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE
+# how often PBS has run this job again, for runs with --restart
+runs=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed -n 's/^ *run_count = //p' || true)
+export PBS_RESTART_COUNT=$((${runs:-1} - 1))
 exec mpiexec -n "$WORLD_SIZE" -ppn 12 --hostfile "$PBS_NODEFILE" python "$project/src/train.py" --stop_after_minutes=2875 --config=config.yaml
