@@ -47,7 +47,7 @@ def unfinished(folder):
     return folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.show), 2])
 def test_the_reference_is_scored_once_per_run(world_size, tmp_path):
     folder = tmp_path / "a"
     # used train and test pairs, and the check of the first batch

@@ -72,7 +72,7 @@ def test_the_code_of_a_run_is_its_script_and_all_that_it_may_import(tmp_path):
     assert {name for name in one if one[name] != other[name]} == {"mine.py"}
     # a script with language models: what has been imported does not matter
     kinds = []
-    for more in ("from lm import logps", "from lm import logps, sampling"):
+    for more in ("from lm import settings", "from lm import settings, token_rows"):
         script.write_text(f"{more}\n{code}")
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
         kinds.append(json.loads(done.stdout).keys() - {"mine.py"})

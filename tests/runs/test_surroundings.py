@@ -350,7 +350,7 @@ def test_threads_that_wait_soon_sleep_unless_the_user_has_set_a_policy(policy):
     env = programs.environment() | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": f"{ROOT}/src"}
     env |= {"OMP_WAIT_POLICY": policy} if policy else {}
     env.pop("GOMP_SPINCOUNT", None)  # of this process
-    command = [sys.executable, "-c", "import main_distributed"]
+    command = [sys.executable, "-c", "import dpo_inv.run_dpo_ddp"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert "GOMP_SPINCOUNT" in done.stderr
     assert ("GOMP_SPINCOUNT = '10000'" in done.stderr) == (not policy)

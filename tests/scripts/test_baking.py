@@ -345,6 +345,7 @@ def adapter_in(folder):
     return (folder / "model/adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.show  # as tests/invariants/test_every_script.py does for each script
 def test_two_processes_have_the_losses_of_one(one, made, tmp_path):
     ranks(2, train, str(tmp_path / "run"), str(made), *batch(4), "--max_steps", "8")
     assert_same_losses(tmp_path / "run", one)

@@ -128,6 +128,7 @@ def test_three_seeds_learn_and_without_the_sft_term_a_warning_appears(tmp_path):
     print(f"plain DPO: {rates(f'{tmp_path}/plain/model', prompts)}")
 
 
+@pytest.mark.show  # a run of 60 steps; tests/core/test_losses.py tests the warning itself
 def test_complaint_16_without_the_sft_term_the_displacement_warning_fires_once(tmp_path):
     flags = ["--sft_weight", "0", "--max_steps", "60", "--num_samples", "0", "--log_every", "60"]
     outcome = run_ranks(2, started, [*flags, "--result_dir", str(tmp_path / "run")])

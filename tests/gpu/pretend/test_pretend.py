@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(bool(pretend.why_not()), reason=pretend.why_not(
 
 # of the runs of docs/gpu.md, one for each training script; together they use each precision
 SELECTION = [
-    (rehearse.rehearse, "dpo full", 1, "fp32"),
     (rehearse.rehearse, "dpo lora", 1, "bf16"),
     (rehearse.rehearse, "sft lora", 1, "fp16"),
     (rehearse.rehearse, "baking", 1, "bf16"),
