@@ -100,7 +100,9 @@ def has_plain_turns(folder: str) -> bool:
     return PLAIN_TURNS in splits.get("train", {}).get("notes", {})
 
 
-def prompt_of(messages: list[dict[str, str]], encoder: Encoder, in_turns: bool) -> list[int]:
+def prompt_of(
+    messages: list[dict[str, str]], encoder: Encoder, in_turns: bool = False
+) -> list[int]:
     """Return the token ids of a conversation; without a chat template, of its texts.
 
     in_turns: if there is no template, render the turns as those of the run's rows.

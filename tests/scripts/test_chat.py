@@ -115,7 +115,7 @@ def test_a_conversation_that_overflows_loses_its_oldest_questions(monkeypatch, c
     encoder = Encoder(models.load_tokenizer(DEMO))
     question, reply = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "a"}
     turns = [{"role": "system", "content": "Be brief."}, question, reply, question]
-    prompts, room = [], 512 - len(chat.prompt_of(turns, encoder, False))
+    prompts, room = [], 512 - len(chat.prompt_of(turns, encoder))
 
     def generate(scorer, prompt, *_, **options):
         prompts.extend(prompt)
@@ -125,7 +125,7 @@ def test_a_conversation_that_overflows_loses_its_oldest_questions(monkeypatch, c
     monkeypatch.setattr(sys, "stdin", io.StringIO(3 * f"{QUESTION}\n"))
     flags = ["--history", "--system", "Be brief.", "--max_new_tokens", str(room)]
     assert chat.main([DEMO, *flags]) == 0
-    assert prompts[1] == prompts[2] == chat.prompt_of(turns, encoder, False)
+    assert prompts[1] == prompts[2] == chat.prompt_of(turns, encoder)
     line = "[the context is full; oldest questions dropped, with their replies: 1]"
     assert capsys.readouterr().out.splitlines()[1:] == [f"> > > {line}", "> "]
 
@@ -135,10 +135,10 @@ def test_the_conversation_so_far_is_the_prompt():
     tokenizer = encoder.tokenizer
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    ids = chat.prompt_of(messages, encoder, False)
+    ids = chat.prompt_of(messages, encoder)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == rendered and "Be brief." in rendered
-    ids = chat.prompt_of(messages, Encoder(tokenizer, "none"), False)
+    ids = chat.prompt_of(messages, Encoder(tokenizer, "none"))
     assert tokenizer.decode(ids).endswith("Be brief.\na\nb\nc")
 
 
