@@ -61,7 +61,8 @@ class Student(logps.Scorer):
     def adapter(self, baked: bool) -> Iterator[None]:
         """Let the model have its LoRA, or be the base model.
 
-        peft's disable_adapter() also walks all modules for a report: 50 ms for 28 layers, here 1 ms.
+        peft's disable_adapter() also walks all modules for a report: 54 ms for 28 layers. This
+        takes 1 ms.
         """
         before = [layer._disable_adapters for layer in self.layers]
         try:
