@@ -265,8 +265,6 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
 def start_facts() -> dict[str, Any]:
     """Return what has started this process: its launcher, if that restarts ranks, and its job.
 
-    PBS_RESTART_COUNT is exported by our job scripts, since PBS has no such variable.
-
     A launcher's own name for a launch is often the same for all launches; its process is not.
     """
     started_by = None
@@ -274,6 +272,7 @@ def start_facts() -> dict[str, Any]:
         parent = os.getppid()
         started_by = f"{platform.node()} {parent} {start_of(parent)}"
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    # PBS has no such variable; the job scripts of this project export one
     restarts = os.environ.get("SLURM_RESTART_COUNT", os.environ.get("PBS_RESTART_COUNT", "0"))
     return {
         "started_by": started_by,

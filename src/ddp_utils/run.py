@@ -407,6 +407,10 @@ class Run:
             self.warnings = self.results.pop("warnings", []) + self.warnings
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
+            now, before = str(policy.precision), manifest.get("precision")
+            if before not in (None, now):
+                line = f"the model computes in {now}, until step {self.done} in {before}"
+                self.warn(f"warning: {line}")
             self.start -= manifest["seconds"]
             self.save_seconds = manifest.get("save_seconds", 0.0)
             self.write_summary("running", 0)
@@ -431,9 +435,6 @@ class Run:
             names = [", ".join(sorted(part)) or "nothing" for part in (own, self.kept)]
             problem = f"has {names[0]} (expected {names[1]}, as this script keeps it)"
             raise UserError(f"{path}: {problem}; use the old script, or --restart")
-        now, before = str(policy.precision), manifest.get("precision")
-        if before not in (None, now):
-            self.warn(f"warning: the model computes in {now}, until step {step} in {before}")
         layout = manifest["shard_layout"]
         self._fill_kept(own, layout)
         policy.load_state(optimizer, schedule, tensors, step, layout)
@@ -602,7 +603,7 @@ class Run:
         """
         world, path, done = self.world, self.folder / EVALUATION, 0
         stored = self.interrupted.pop(split, None)  # [ranks, names], of a table [ranks, N, K]
-        if self.step != self.done:  # they are of the weights at this start
+        if self.step != self.done:  # these sums are of the weights with which this start began
             stored = None
         if stored is not None:
             averages.sums, done = stored[world.rank], int(self.interrupted["done"])

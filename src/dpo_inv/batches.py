@@ -90,10 +90,9 @@ def family(number: int, chains: Mapping[int, list[str]]) -> list[int]:
 def split(pairs: Sequence[Pair], seed: int, is_main: bool = False) -> tuple[list[Pair], list[Pair]]:
     """Return training and validation pairs: up to a tenth of the pairs, whole families at random.
 
-    The time grows with the square of the number of backbones. is_main: show a progress bar.
-
     If there are two or more families of similar proteins, at least one, the smallest, is for
-    validation; of a single family, the smallest backbone.
+    validation; of a single family, the smallest backbone. The time grows with the square of the
+    number of backbones. is_main: show a progress bar.
     """
     sizes = Counter(pair.number for pair in pairs)
     chains = chains_of(pairs)

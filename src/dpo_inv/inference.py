@@ -185,8 +185,8 @@ def score(model: ProteinMPNN, task: Task, letters: Tensor, orders: Tensor) -> Te
 def probabilities(model: ProteinMPNN, task: Task, kind: str, device: torch.device) -> Tensor:
     """Return log-probs [L, 21] of the letters at each designed position of the native sequence.
 
-    kind: "conditional" on the letters at all other positions, or "unconditional" on any. Tied
-    positions do not see each other.
+    kind: "conditional" on the letters at all other positions, or "unconditional". Tied positions do
+    not see each other. Conditional log-probs of positions that are not designed are NaN.
     """
     letters = native_letters(task.structure)[None].to(device)
     tied = torch.from_numpy(task.structure.tied).to(device)  # [T, C]

@@ -102,8 +102,8 @@ def read(
     """Return the pairs of a .json, .jsonl or .csv file, and a report on its items.
 
     backbones: the structures read so far, to which new ones are added: arguments of
-    structure.read, also with the name that the file has -> (number, Structure). limit: read only
-    the first items. ddg: of all mutants, if the file need not have it.
+    structure.read, and the names in the data file -> (number, Structure). limit: read only the
+    first items. ddg: of all mutants, if the file need not have it.
     Raises UserError for the first malformed item (with on_bad_record="skip" it is dropped), or if
     no item is usable.
     """
@@ -464,12 +464,14 @@ def check_margins(pairs: Iterable[Pair], method: str, weighting: str) -> None:
         if math.isnan(pair.margin):
             problem = f"no ddG, but --method {method} --weighting {weighting} needs one"
             raise UserError(f"{pair.location}: {problem}; add margin_kcal, or mutation and ddg")
-        if method == "listwise" and pair.sign == 0:
+        if method != "listwise":
+            continue
+        if pair.sign == 0:
             problem = "neither sequence is the structure's own where they differ"
             raise UserError(f"{pair.location}: {problem}; use --method ddg, which accepts this")
         wild_type = pair.unpreferred if pair.sign == 1 else pair.preferred
         known = wild_types.setdefault(pair.number, wild_type)
-        if method == "listwise" and (known != wild_type).any():
+        if (known != wild_type).any():
             problem = f"neither sequence is the wild type of the other pairs of {pair.name}"
             raise UserError(f"{pair.location}: {problem}; use --method ddg, which accepts this")
 

@@ -19,17 +19,16 @@ def choose(
 
     options: for fsdp its Settings (None: the defaults), for deepspeed the object in its JSON file.
     """
-    if kind != "ddp":
-        from lm.sharding import deepspeed, fsdp, settings
+    from lm.sharding import deepspeed, fsdp, settings
 
-        if settings.shards(kind, options) and kind == "deepspeed":
-            return Strategy(kind, f"ZeRO-{deepspeed.stage(options)}", options, saves_shards=True)
-        if settings.shards(kind, options):
-            own = options or fsdp.Settings()
-            name = f"FSDP {own.fsdp_sharding_strategy}"
-            saves_shards = own.fsdp_state_dict_type == "SHARDED_STATE_DICT"
-            return Strategy(kind, name, own, grad_reduce_dtype, None, saves_shards)
-    return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+    if not settings.shards(kind, options):
+        return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+    if kind == "deepspeed":
+        return Strategy(kind, f"ZeRO-{deepspeed.stage(options)}", options, saves_shards=True)
+    options = options or fsdp.Settings()
+    name = f"FSDP {options.fsdp_sharding_strategy}"
+    saves_shards = options.fsdp_state_dict_type == "SHARDED_STATE_DICT"
+    return Strategy(kind, name, options, grad_reduce_dtype, None, saves_shards)
 
 
 def check(strategy: Strategy, model: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+import main_distributed
 from ddp_utils import Stop, UserError, metrics, terminal
 from ddp_utils.distributed import World
 from lm import judge, logps, sampling
@@ -234,6 +235,17 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
     assert "judge/policy" in compare([judge("p", "abc")], [judge("p", "ab")])
     judge = load(tmp_path, "def score(p, r): return {'long': len(r) > 2, 'same': p == r}")
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
+
+
+def test_only_rank_0_tries_the_judge(tmp_path):
+    """A judge may cost money, or load a model of its own."""
+    path = tmp_path / "j.py"
+    path.write_text("def score(p, r): raise ValueError('asked')")
+    config = main_distributed.settings.Config(judge=f"{path}:score")
+    pair = SimpleNamespace(text="p", expected="r")
+    main_distributed.load_judge(config, {"val": [pair], "test": []}, is_main=False)
+    with pytest.raises(UserError, match="asked"):
+        main_distributed.load_judge(config, {"val": [pair], "test": []}, is_main=True)
 
 
 def test_each_reply_has_the_same_scores(tmp_path):

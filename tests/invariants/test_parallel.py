@@ -12,6 +12,7 @@ import reading
 import runs
 from ddp_utils import checkpoints, distributed
 from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
+from ddp_utils.run import from_main
 from lm import logps, models, parallel
 from lm.chat_template import Encoder
 from lm.logps import Pair
@@ -204,17 +205,10 @@ def continued_with_nadam(layout):
             if step == 0:
                 full = policy.state(optimizer, layout)
                 states = {name: value.clone() for name, value in full.items()}
-                states = states if layout else everywhere(states)
+                states = states if layout else from_main(states, world)
         numbers = {float(state["mu_product"]) for state in optimizer.state.values()}
         found.append((loss.item(), numbers))
     return found
-
-
-def everywhere(tensors):
-    """The tensors of rank 0 on both ranks, as if they had read the same file."""
-    gathered = [None, None]
-    torch.distributed.all_gather_object(gathered, tensors)
-    return gathered[0]
 
 
 @pytest.mark.parametrize("layout", ["", "FSDP FULL_SHARD on 2 processes"])

@@ -571,7 +571,7 @@ def test_a_lora_is_a_model_and_half_of_it_half_the_way():
     assert moved > 4
 
 
-def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
+def test_replies_can_be_sampled_from_a_lora(made, tmp_path, capsys):
     """It is folded into its base, and what is baked next is a LoRA on both."""
     adapter = shutil.copytree(ROOT / "tests/golden/demo_adapter", tmp_path / "first")
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -585,6 +585,8 @@ def test_replies_can_be_sampled_from_a_lora(made, tmp_path):
     assert train(tmp_path / "run", tmp_path, *batch(8), "--max_steps", "6") == 0
     saved = json.loads((tmp_path / "run/model/adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(adapter)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the result is a LoRA on a LoRA, which only these scripts can load" in printed
     first, last = (runs.lines(tmp_path / "run", "train")[step]["loss"] for step in (0, 5))
     assert first > last
 
