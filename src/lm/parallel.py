@@ -19,10 +19,13 @@ def choose(
 
     options: for fsdp its Settings (None: the defaults), for deepspeed the object in its JSON file.
     """
+    ddp = Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+    if kind == "ddp":
+        return ddp
     from lm.sharding import deepspeed, fsdp, settings
 
     if not settings.shards(kind, options):
-        return Strategy(grad_reduce_dtype=grad_reduce_dtype, bucket_mb=bucket_mb)
+        return ddp
     if kind == "deepspeed":
         return Strategy(kind, f"ZeRO-{deepspeed.stage(options)}", options, saves_shards=True)
     options = options or fsdp.Settings()
