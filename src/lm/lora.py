@@ -137,7 +137,10 @@ def load_tokenizer(name: Name, init_adapter: Name, chat_template: str) -> Tokeni
     if tokens:
         differences.append(f"its tokenizer has {len(tokens)} other tokens than the model's")
     if chat_template == "auto" and own.chat_template != tokenizer.chat_template:
-        differences.append("its chat template, not the model's, is used without --chat_template")
+        used = "its chat template, not the model's, is used"
+        if not own.chat_template:
+            used = "it was trained without a chat template, and none is used"
+        differences.append(f"{used} without --chat_template")
     warn(init_adapter, differences)
     return own
 
@@ -148,10 +151,12 @@ def own_tokenizer(adapter: Name, base: Tokenizer) -> Tokenizer:
     model_files.check_folder(f"--init_adapter: {adapter}", adapter, expects_adapter=True)
     ignored = [name for name in values if values[name] and not hasattr(settings, name)]
     warn(adapter, [f"{name}: peft ignores it; a newer peft may not" for name in ignored])
-    if model_files.find_file(adapter, "tokenizer_config.json") is None:
+    file = model_files.find_file(adapter, "tokenizer_config.json")
+    if file is None:
         return base
     own = model_files.read_tokenizer(adapter)
-    own.chat_template = own.chat_template or base.chat_template
+    if data.read_json(file).get("chat_template", "") is not None:  # null: trained without one
+        own.chat_template = own.chat_template or base.chat_template
     return own
 
 

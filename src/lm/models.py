@@ -415,6 +415,8 @@ def save(
         tokenizer = copy.copy(encoder.tokenizer)
         if not encoder.templated:  # other programs would use it, but the model has not seen it
             tokenizer.chat_template = None
+            # null in the file: none at all, not that of the base model; see lora.own_tokenizer()
+            tokenizer.init_kwargs = {**tokenizer.init_kwargs, "chat_template": None}
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").unlink(missing_ok=True)  # peft's has no content
 

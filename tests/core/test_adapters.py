@@ -185,6 +185,8 @@ def demo_adapter(folder, template=None, vocabulary=None, embedding=False, **opti
     if template is not None:
         tokenizer = AutoTokenizer.from_pretrained(DEMO)
         tokenizer.chat_template = template or None
+        if not template:
+            tokenizer.init_kwargs.pop("chat_template", None)
         tokenizer.save_pretrained(folder)
     return made
 
@@ -607,6 +609,7 @@ CHATS = AutoTokenizer.from_pretrained(DEMO).chat_template
 WARNINGS = {  # template of the adapter's tokenizer, change of its folder -> template, warning
     "no tokenizer": (None, {}, CHATS, ""),
     "no template": ("", {}, CHATS, ""),
+    "trained without one": ("", {}, None, "it was trained without a chat template, and"),
     "same": (CHATS, {}, CHATS, ""),
     "other template": (TEMPLATE, {}, TEMPLATE, "its chat template, not the model's, is used"),
     "other base": (
@@ -627,13 +630,16 @@ def test_an_adapter_brings_its_tokenizer_and_template(kind, tmp_path, capsys):
     demo_adapter(tmp_path, template)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if kind == "trained without one":
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
     with pytest.MonkeyPatch.context() as inside:
         inside.chdir(DEMO.parents[2])  # a relative and an absolute path are the same base
         assert models.load_tokenizer("data/demo/model", tmp_path).chat_template == expected
     printed = capsys.readouterr().out
     distributed.warnings.clear()  # each warning is printed once per script
     models.load_tokenizer(DEMO, tmp_path, "my.jinja")  # no warning about what has been chosen
-    is_chosen = not line or kind == "other template"
+    is_chosen = not line or kind in ("other template", "trained without one")
     assert capsys.readouterr().out.startswith("warning") != is_chosen
     distributed.warnings.clear()
     merge.merge(tmp_path, tmp_path / "merged", base=str(DEMO))

@@ -176,6 +176,11 @@ def test_a_model_that_was_trained_without_its_template_is_saved_without(tmp_path
     models.save(models.load(DEMO, "auto", device), base, encoder, tmp_path / "model")
     assert not chat.load(str(tmp_path / "model"), False, device)[1].templated
     assert encoder.tokenizer.chat_template
+    # null, and not only absent: a LoRA would get the template of its base model
+    settings = json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+    assert (
+        settings["chat_template"] is None and not (tmp_path / "model/chat_template.jinja").exists()
+    )
 
 
 def test_a_model_folder_has_no_before():
