@@ -128,9 +128,10 @@ def test_an_answer_of_the_hub_is_one_line_with_the_way_out(port, tmp_path):
 TWO_RANKS = [sys.executable, "-m", "ddp_utils.launch", "2", ROOT / "src/main_distributed.py"]
 
 
-@pytest.mark.parametrize(
-    "setting", ["model_name", pytest.param("init_adapter", marks=pytest.mark.show), "train_data"]
-)
+ALIKE = [pytest.param(x, marks=pytest.mark.show) for x in ("model_name", "init_adapter")]
+
+
+@pytest.mark.parametrize("setting", ["train_data", *ALIKE])
 def test_without_a_network_it_is_one_line_of_two_ranks_after_one_question(setting, tmp_path):
     if setting == "train_data":
         pytest.importorskip("datasets", reason="pip install -r requirements-data.txt")

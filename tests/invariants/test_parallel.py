@@ -61,7 +61,7 @@ def three_steps(folder, fine_tuning, is_resumed):
     return [one_step(*parts) for _ in range(3)]
 
 
-@pytest.mark.parametrize("fine_tuning", ["lora", "full"])
+@pytest.mark.parametrize("fine_tuning", [pytest.param("full", marks=pytest.mark.show), "lora"])
 def test_complaint_24_a_state_saved_on_4_ranks_is_loaded_on_1_and_2(fine_tuning, tmp_path):
     expected = ranks(4, three_steps, tmp_path, fine_tuning, False)[0]
     names = checkpoints.read(checkpoints.find_newest(tmp_path)[0])[0]

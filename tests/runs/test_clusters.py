@@ -21,13 +21,14 @@ import pytest
 import cluster
 import faults
 import programs
+import train
 from conftest import LIMIT, ROOT
+from ranks import ranks
 
 sys.path.append(str(ROOT / "scripts"))
 setup = importlib.import_module("distributed_setup")
 
 PYTHON = sys.executable
-BIN = Path(PYTHON).parent
 TRAIN = str(ROOT / "src/train.py")
 STEPS = 20
 ENV = programs.environment()
@@ -68,12 +69,11 @@ def here(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The lines of a run of two processes of torchrun on one machine."""
+    """The lines of a run of two processes on one machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "config.yaml").write_text(YAML)
-    torchrun = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
-    programs.process([*torchrun, TRAIN, "--config", "config.yaml"], cwd=folder)
-    assert about(folder) == ("torchrun", 2, "finished")
+    flags = ["--config", str(folder / "config.yaml"), "--output_dir", str(folder / "run")]
+    ranks(2, train.main, flags)
     return faults.numbers(folder / "run")
 
 

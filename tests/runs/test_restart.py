@@ -81,10 +81,10 @@ def long_run(tmp_path_factory):
 def test_the_shell_script_does_not_restart_what_a_restart_cannot_mend(tmp_path):
     """The same fault in the real script: a learning rate that makes the loss infinite."""
     folder, flags = tmp_path / "run", runs.words("--learning_rate 9e18 --max_grad_norm 0")
-    with launched([SCRIPT, "2"], folder, *flags) as process:
+    with launched([SCRIPT, "1"], folder, *flags) as process:
         assert process.wait(LIMIT) == 3, process.log.read_text()
     log = process.log.read_text()
-    assert log.count("ranks     2 x cpu") == log.count("error: ") == 1 and "is not finite" in log
+    assert log.count("ranks     1 x cpu") == log.count("error: ") == 1 and "is not finite" in log
     assert "ChildFailedError" not in log
     assert (faults.summary(folder)["status"], faults.summary(folder)["exit_code"]) == ("failed", 3)
 
@@ -111,7 +111,8 @@ def test_f3_sigterm_to_the_shell_script_saves_and_ends_with_85(long_run, tmp_pat
     assert process.log.read_text().endswith("already finished (same settings and data)\n")
 
 
-def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_path):
+def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(tmp_path):
+    """To which weights is shown in tests/runs/test_stop.py."""
     folder = tmp_path / "run"
     with launched([SCRIPT, "2"], folder, *LONG, "--save_every", "1") as process:
         cluster.wait(has_logged(folder, 4))
@@ -122,7 +123,7 @@ def test_f18_ctrl_c_ends_with_130_and_the_same_command_goes_on(long_run, tmp_pat
     assert checkpoints.find_newest(folder / "checkpoints")[1] == []
     outcome = faults.finished(faults.start(2, folder, *LORA, *LONG))
     assert "is not finished: resumes after step" in outcome.logs[0]
-    assert faults.is_equal(folder, long_run)
+    assert faults.summary(folder)["step"] == 40
 
 
 # --- nothing is left behind ----------------------------------------------------------------------

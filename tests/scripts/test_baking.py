@@ -356,6 +356,7 @@ def train_stopped(number, folder, rows):
     return train(folder, rows, *batch(4), "--max_steps", "2", "--log_every", "1000")
 
 
+@pytest.mark.show  # as tests/invariants/test_evaluation.py does for DPO
 def test_an_evaluation_continues_where_it_was_stopped(made, tmp_path):
     """That of the base model as well as that of the LoRA; no micro-batch is computed twice."""
     whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
@@ -512,6 +513,16 @@ def main_in(folder, main, flags):
     assert main(flags) == 0
 
 
+def test_the_shell_script_bakes_on_two_processes(tmp_path):
+    """Few rows and one step; the next test trains until the prompt is baked."""
+    words = "--num_questions 8 --num_sequences_per_question 2 -- --max_steps 1 --num_samples 2"
+    summary, said = shell(tmp_path, *runs.words(words))
+    assert (summary["world_size"], summary["status"], summary["step"]) == (2, "finished", 1)
+    assert "replies   16 replies = 8 questions x 2, " in said
+    assert (tmp_path / "results/traj_chat/model/adapter_model.safetensors").exists()
+
+
+@pytest.mark.show
 def test_the_demo_is_baked(tmp_path):
     first = runs.words("--num_questions 60 --num_sequences_per_question 20 --")
     summary, said = shell(tmp_path, *first, *runs.words("--log_every 1000 --num_samples 40"))

@@ -141,7 +141,7 @@ def test_ten_changes_are_shown():
 
 
 # what a run keeps of the others, or how it begins, is that of a run that is not changed
-OTHERS = ("A metric", "Data", "A logger")
+OTHERS = ("A metric", "Data", "A logger", "A schedule", "An optimizer")
 SOME = [pytest.param(x, marks=pytest.mark.show) if x in OTHERS else x for x in CHANGES]
 
 

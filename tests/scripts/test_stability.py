@@ -567,7 +567,10 @@ def train(data, folder, *flags):
     assert run_dpo_ddp.main(flags) == 0
 
 
-@pytest.mark.parametrize("flags", ["--method ddg", "--method listwise --weighting margin"])
+ALIKE = pytest.param("--method ddg", marks=pytest.mark.show)
+
+
+@pytest.mark.parametrize("flags", [ALIKE, "--method listwise --weighting margin"])
 def test_the_same_on_one_two_and_four_processes(tmp_path, flags):
     data = table(tmp_path)
     flags = runs.words(f"{flags} --sft_weight 0.5 --decoding_order mutated_last")

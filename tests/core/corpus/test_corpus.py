@@ -168,7 +168,7 @@ def test_fewer_rows_than_processes_is_one_line(cwd):
 def test_the_shell_script_prints_one_line_whatever_the_file_is_called(cwd, tmp_path):
     file = tmp_path / "$(touch PWNED); 'a b"
     file.write_text(GOOD * 2 + '{"prompt": "p", "chosen": null, "rejected": "b"}\n')
-    command = [ROOT / "run_distributed.sh", "2", "--train_data", file]
+    command = [ROOT / "run_distributed.sh", "1", "--train_data", file]
     done = programs.process(command, code=2, cwd=cwd)
     line = "chosen: must be a non-empty string, not None; or use --on_bad_record skip"
     assert (done.stdout, done.stderr) == ("", f"error: {file}:3: {line}\n")
