@@ -16,7 +16,11 @@ set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # In a batch job this script may be a copy in a spool folder.
-[ -f "$here/scripts/environment.sh" ] || here=${PBS_O_WORKDIR:-${SLURM_SUBMIT_DIR:-.}}
+if [ ! -f "$here/scripts/environment.sh" ]; then
+  here=${PBS_O_WORKDIR:-${SLURM_SUBMIT_DIR:-.}}
+  # shellcheck disable=SC2034 # for the report
+  submitted=("$here/run_distributed.sh")
+fi
 [ -f "$here/scripts/environment.sh" ] ||
   { echo "error: $here: is not the project's folder; start $0 there" >&2 && exit 2; }
 # shellcheck source=scripts/environment.sh

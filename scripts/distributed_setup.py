@@ -75,7 +75,7 @@ class Fsdp(Common):
 class Run(Common):
     # the program
     script: str = "src/train.py"  # file in this project, also a copy; or dpo_inv.run_dpo_ddp
-    config: str = "config.yaml"  # settings of src/train.py; of other scripts if it is given
+    config: str = ""  # YAML file of the script; empty: none, for src/train.py config.yaml
     flags: str = ""  # more flags of the script: --flags="--seed 1 --beta 0.3"
     num_nodes: int = 1  # machines
     num_gpus_per_node: int = 4  # processes per node, one per GPU
@@ -203,7 +203,7 @@ def pbs(options: Pbs) -> str:
     """Return the job script for qsub."""
     check_plain(options, "system", "filesystems")
     if options.system != AURORA:  # with its queue, the job would never start
-        for name in ("partition", "filesystems"):
+        for name in ("partition", "filesystems", *["modules"] * (not options.system)):
             is_own = getattr(options, name) != getattr(Pbs, name)
             place = f"--{name}: {getattr(Pbs, name)} is Aurora's"
             require(is_own, f"{place}; with --system {options.system!r}, use your own, or ''")
@@ -266,9 +266,10 @@ def command_of(options: Run, stop_flag: str = "") -> str:
     problem = f"{options.script[:60]!r}: no such file ({expected})"
     require(file.is_file() and not options.script.startswith("/"), f"--script: {problem}")
     cli.check_ranges(options, num_nodes=cli.ABOVE_0, num_gpus_per_node=cli.ABOVE_0)
-    flags = [] if options.config == Run.config else [f"--config={options.config}"]
+    flags = [f"--config={options.config}"] if options.config else []
     code = file.read_text("utf-8")
     if re.search("(?m)^import train_config", code):  # src/train.py, or a copy
+        options.config = options.config or "config.yaml"
         flags = [f"--config={options.config}"]
         if options.use_deepspeed:
             note_missing_deepspeed()
@@ -290,7 +291,8 @@ def command_of(options: Run, stop_flag: str = "") -> str:
             if "stop_after_minutes" not in str(error):
                 raise
     check_flags(options.script, file, flags)
-    program = f'"$project/{options.script}"' if "/" in options.script else f"-m {options.script}"
+    is_file = options.script.endswith(".py")
+    program = f'"$project/{options.script}"' if is_file else f"-m {options.script}"
     return f"{program} {shlex.join(flags)}".rstrip()
 
 

@@ -85,11 +85,17 @@ make_environment() {
     fi
   fi
   echo "setting up $root/.venv (once) with $build"
-  mkdir -p "$root/.venv" && touch "$root/.venv/unfinished"
+  mkdir -p "$root/.venv" && exec 9>"$root/.venv/lock"
+  ! command -v flock >/dev/null || flock 9 # nodes that start at the same time make one
+  if [ ! -e "$root/.venv/unfinished" ] && check_packages "$root/.venv/bin/python"; then
+    exec 9>&-
+    return
+  fi
+  touch "$root/.venv/unfinished"
   python3 -m venv "$root/.venv" || fail "$root/.venv: needs $needs; or activate another one"
   (cd "$root" && .venv/bin/pip install -q "${options[@]}") || # `-e .` is relative
     fail "pip install -r requirements.txt: see above; or activate an environment with torch"
-  rm "$root/.venv/unfinished"
+  rm "$root/.venv/unfinished" && exec 9>&-
 }
 
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; }
@@ -118,7 +124,7 @@ processes_of() {
     echo "$1"
   else
     python -c "import sys, torch; gpus = torch.accelerator.device_count(); print(min(gpus, 2) or 2)
-where = f'{min(gpus, 2)} of {gpus} GPUs; for all: $0 {gpus}' if gpus else '2 CPU processes'
-print(f'starting on {where}', file=sys.stderr)"
+where = f'{min(gpus, 2)} of {gpus} GPUs; for all: {sys.argv[1]} {gpus}' if gpus else '2 CPU processes'
+print(f'starting on {where}', file=sys.stderr)" "$0"
   fi
 }

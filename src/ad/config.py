@@ -19,7 +19,7 @@ class Config:
     config: str = ""  # YAML file such as config/model/ad_dr.yaml; empty: the demo
     traj_file: str = "data/ad/demo.npz"  # learning histories; collected if the file does not exist
     output_dir: str = "runs/ad_demo"  # folder for model, metrics, plots and checkpoints
-    train_timesteps: int = 1500  # optimizer steps; 0: evaluate only
+    train_timesteps: int = 1500  # optimizer steps; 0: evaluate the untrained model
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
     n_transit: int = 240  # context length in environment steps, without use_compressed_context
@@ -124,6 +124,8 @@ class Config:
         names = SOURCE_SETTINGS.split()
         if self.source == "posterior":  # it knows the training tasks
             names += ["env_split_seed", "train_env_ratio"]
+        if self.env not in environments.KINDS:  # it has a size of its own
+            names.remove("grid_size")
         return {name: getattr(self, name) for name in names}
 
 
@@ -156,7 +158,6 @@ def check(config: Config) -> None:
         "tf_n_embd": ("an even multiple of tf_n_head", lambda x: x % (2 * config.tf_n_head) == 0),
         "train_env_ratio": ("some tasks on each side", lambda _: all(map(len, config.tasks))),
         "train_n_stream": (f"<= n_stream ({config.n_stream})", lambda x: x <= config.n_stream),
-        "n_transit": (f">= horizon ({horizon})", lambda x: x >= horizon),
         "train_source_timesteps": (limits, lambda x: window <= x <= steps),
     }
     if config.use_compressed_context:
@@ -164,6 +165,7 @@ def check(config: Config) -> None:
         rules["compress_interval"] = (multiple, lambda x: x % horizon == 0)
         cli.note_unused(config, f"the context has two regions, {window} steps", "n_transit")
     else:
+        rules["n_transit"] = (f">= horizon ({horizon})", lambda x: x >= horizon)
         cli.note_unused(config, "use_compressed_context is off", "compress_interval")
     cli.check_ranges(config, **rules)
     if not config.environment.optimum(config.tasks[1]).any():
@@ -173,6 +175,11 @@ def check(config: Config) -> None:
         cli.note_unused(config, reason, "share_table")
     if config.source != "posterior":
         cli.note_unused(config, reason, "source_noise")
+    if config.env not in environments.KINDS:
+        cli.note_unused(config, f"{config.env} has a size of its own", "grid_size")
+    if 0 < config.train_timesteps < config.num_warmup_steps:
+        share = config.train_timesteps / config.num_warmup_steps
+        cli.note(f"--num_warmup_steps: more than the steps; lr ends at {share:.0%} of its peak")
 
 
 def read(argv: Sequence[str] | None = None) -> Config:

@@ -4,6 +4,7 @@ N tasks of one kind, S states, A actions, B parallel episodes, G selected tasks.
 size x size cells; cell (x, y) has the number x * size + y.
 """
 
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -103,6 +104,7 @@ def darkroom_permuted(size: int, horizon: int) -> Environment:
     return permuted(next_state, next_state == size**2 - 1, 0, (size, size), horizon)
 
 
+@functools.lru_cache(maxsize=1)  # its tables are large, and are asked for several times
 def key_to_door(size: int, horizon: int) -> Environment:
     """Reward an invisible key once and then an invisible door once (Laskin et al., 2022).
 
@@ -113,8 +115,9 @@ def key_to_door(size: int, horizon: int) -> Environment:
     to = np.broadcast_to(moves(size).astype(np.int16), (len(key), cells, len(MOVES)))
     at_key = to == key
     at_door = to == door
-    parts = [to + cells * at_key, to + cells * (1 + at_door), to + 2 * cells]
-    next_state = np.concatenate(parts, 1).astype(np.int16)
+    no_key, with_key, done = to, to + cells, to + 2 * cells  # 16 bits: there are many tasks
+    parts = [np.where(at_key, with_key, no_key), np.where(at_door, done, with_key), done]
+    next_state = np.concatenate(parts, 1)
     reward = np.concatenate([at_key, at_door, np.zeros_like(at_key)], 1).astype(np.uint8)
     start = size // 2 * size + size // 2
     seen = np.tile(np.arange(cells), 3)
@@ -143,7 +146,7 @@ def from_gymnasium(name: str, horizon: int) -> Environment:
             [(_, after, paid, is_over)] = env.P[state][action]
             reward[state, action] = paid > 0
             next_state[state, action] = states if is_over else after
-    except (gymnasium.error.Error, AttributeError, ValueError) as error:
+    except (gymnasium.error.Error, ImportError, AttributeError, ValueError) as error:
         raise unsupported from error
     if not reward.any() or states > 255:  # a state is stored as one byte
         raise unsupported

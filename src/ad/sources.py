@@ -4,6 +4,7 @@ H histories, T steps in each; N tasks, S states, A actions. All histories advanc
 """
 
 import numpy as np
+from tqdm import tqdm
 
 from ad.config import Config
 
@@ -44,9 +45,8 @@ class QLearning:
         entry = (self.offset + state) * self.table.shape[1] + action
         best = self.table[self.offset + next_state].max(-1)
         error = reward + GAMMA * best - self.table.ravel()[entry]
-        counts = np.bincount(entry, minlength=self.table.size)
-        sums = np.bincount(entry, error, minlength=self.table.size)
-        self.table.ravel()[:] += self.rate * (sums / np.maximum(counts, 1))
+        touched, place, counts = np.unique(entry, return_inverse=True, return_counts=True)
+        self.table.ravel()[touched] += self.rate * (np.bincount(place, error) / counts)
 
 
 class PosteriorSampling:
@@ -105,7 +105,7 @@ def histories(config: Config, tasks: Array, streams: int, steps: int) -> Array:
     table_of = np.arange(len(task)) // (streams if config.share_table else 1)
     source = SOURCES[config.source](config, table_of, steps)
     history = np.empty((3, steps, len(task)), dtype=np.uint8)
-    for time in range(steps):
+    for time in tqdm(range(steps), "source algorithm", leave=False, disable=None):
         if time % environment.horizon == 0:
             state = np.full(len(task), environment.start)
         action = source.act(time, state)

@@ -39,7 +39,7 @@ from ad.config import Config
 from ad.model import Distiller, Model
 from ad.windows import Histories
 from ddp_utils import NonFiniteError, UserError, checks, distributed, metrics, sampler, terminal
-from ddp_utils.checkpoints import check_writable
+from ddp_utils.checkpoints import check_writable, target_of
 from ddp_utils.data import digest_of_files, resolve, write_file
 from ddp_utils.distributed import World
 from ddp_utils.policy import Policy, Precision, make_optimizer
@@ -82,6 +82,7 @@ def load_histories(config: Config, path: Path, world: World) -> list[Histories]:
         if path.exists() or config.source == "imported":
             return
         check_writable("--traj_file", path)
+        check_writable("run folder", target_of(Path(config.output_dir)))  # before it takes a while
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):  # of runs that are started together
             if not path.exists():

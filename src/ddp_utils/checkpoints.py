@@ -30,7 +30,7 @@ ALONE = World()
 # settings that change no number, so that they may differ when a run is resumed
 FREE = """check debug restart log_every save_every keep_checkpoints cache_dir result_dir out_dir
 output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb
-ckpt_interval eval_interval gen_interval summary_interval"""
+ckpt_interval eval_interval gen_interval summary_interval test_batch_size sample_batch_size"""
 # these may differ as well, and a line is printed
 ANNOUNCED = """max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config
 use_deepspeed deepspeed_config sharding_config"""
@@ -360,7 +360,14 @@ def lock(folder: Path) -> FileLock:
         held.acquire()
     except Timeout:
         where = f"its host and process are in {folder}/environment.json"
-        raise UserError(f"{folder} is in use by another run; {where}") from None
+        fix = f"if it has ended, remove {folder}/.lock"  # left by a node without locks of files
+        raise UserError(f"{folder} is in use by another run; {where}; {fix}") from None
+    except (
+        OSError,
+        NotImplementedError,
+    ) as error:  # a disk without locks, such as NFS without lockd
+        problem = f"{folder}: this disk has no locks of files ({error})"
+        raise UserError(f"{problem}; use a run folder on another disk") from error
     return held
 
 

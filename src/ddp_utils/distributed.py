@@ -6,6 +6,7 @@ process on a CPU there is no group, and every function here still works.
 
 import contextlib
 import gc
+import glob
 import json
 import math
 import os
@@ -62,7 +63,7 @@ BINDERS = {"pals", "mpirun", "mpiexec", "srun"}  # may show each process one GPU
 # "ccl" was the name of Intel's backend before torch had its own
 BACKENDS = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu", "gloo": "cpu"}
 JOB_ENDS = ("DDP_JOB_END", "SLURM_JOB_END_TIME")
-NVIDIA_GPU = "/dev/nvidia0"
+NVIDIA_GPUS = "/dev/nvidia[0-9]*"
 Device = torch.device | str
 
 
@@ -164,7 +165,10 @@ def choose_device(world: World, backend: str = "auto") -> World:
     if count == 0:
         absent = f"needs a {kind} device, this machine has none"
         raise UserError(f"--backend {backend} {absent}; use auto")
-    has_own = count == 1 and world.launcher in BINDERS  # the launcher shows each process its own
+    launchers = {world.launcher}
+    if world.launcher == "environment":  # the user may have exported what another one has set
+        launchers = {name for name in BINDERS if LAUNCHERS[name].split()[0] in os.environ}
+    has_own = count == 1 and bool(launchers & BINDERS)  # it shows each process its own
     processes = max(world.local_size, world.local_rank + 1)
     if processes > count and not has_own:
         problem = f"{processes} processes on a node with {count} {kind} devices"
@@ -188,14 +192,16 @@ def check_no_gpu_is_lost() -> None:
     PyTorch without CUDA was chosen for the CPU.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda is None or is_hidden or not os.path.exists(NVIDIA_GPU):
+    if torch.version.cuda is None or is_hidden:
         return
-    try:
-        os.close(os.open(NVIDIA_GPU, os.O_RDWR))
-    except PermissionError:  # a job without a GPU on a node that has some
+    gpus, denied = glob.glob(NVIDIA_GPUS), 0
+    for gpu in gpus:
+        try:
+            os.close(os.open(gpu, os.O_RDWR))
+        except OSError as error:  # otherwise the driver does not answer
+            denied += isinstance(error, PermissionError)
+    if denied == len(gpus):  # there is none, or this is a job without a GPU on a node that has some
         return
-    except OSError:  # the driver does not answer
-        pass
     try:
         torch.cuda.init()
         problem = "no device"
@@ -306,8 +312,10 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[st
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not address and not world.is_one_node:
         raise UserError("MASTER_ADDR: not set; export the host of rank 0, and a free MASTER_PORT")
-    # the processes of one node have the same parent
-    port = port or (str(20000 + os.getppid() % 10000) if world.is_one_node else "29500")
+    # the processes of one node have the same parent; those of srun may have wrappers of their own
+    step = env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", "")
+    group = int(step) if world.launcher == "srun" and step.isdigit() else os.getppid()
+    port = port or (str(20000 + group % 10000) if world.is_one_node else "29500")
     return address or "127.0.0.1", parse_number("MASTER_PORT", port, 1, 65535)
 
 

@@ -31,7 +31,7 @@ FIGURES = {
     "rewards": Panel(("rewards/chosen", "rewards/rejected"), REWARDS, "reference"),
     "margins": Panel(("rewards/margins",), base="reference"),
     "accuracies": Panel(("rewards/accuracies", "logps/accuracies"), "", "chance", 0.5),
-    "accuracy": Panel(("accuracy",), base="chance", height=0.2),
+    "accuracy": Panel(("accuracy",)),
     "in_context": Panel(("fraction_of_optimum",), "", "best", 1),
     "baking": Panel(("kl", "kl_base")),
     "share_baked": Panel(("share_baked",), base="all", height=1),

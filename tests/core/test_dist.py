@@ -151,30 +151,52 @@ def test_auto_selects_the_best_device_and_no_backend_is_replaced(monkeypatch):
             assert (world.device.type, world.backend) == expected
 
 
+def raised(answer):
+    """Return a value, or raise it if it is an error."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU"
 
 
-@pytest.mark.parametrize("kept", ["", "no CUDA", "no GPU", "hidden", "denied", "gloo"])
+@pytest.mark.parametrize("kept", ["", "no CUDA", "no GPU", "hidden", "denied", "gloo", "others"])
 def test_a_gpu_that_pytorch_cannot_use_is_an_error(kept, monkeypatch, tmp_path):
     """With PyTorch for CUDA 13 and an older driver, is_available() is only False."""
-    (tmp_path / "nvidia0").touch()
+    for number in (0, 3):
+        (tmp_path / f"nvidia{number}").touch()
     monkeypatch.setattr(distributed, "device_count", lambda kind: 0)
     monkeypatch.setattr(torch.version, "cuda", None if kept == "no CUDA" else "13.0")
     monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError(DRIVER)))
-    monkeypatch.setattr(
-        distributed, "NVIDIA_GPU", str(tmp_path / ("none" if kept == "no GPU" else "nvidia0"))
-    )
+    files = tmp_path / ("none" if kept == "no GPU" else "nvidia[0-9]*")
+    monkeypatch.setattr(distributed, "NVIDIA_GPUS", str(files))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if kept == "denied":  # as Slurm does for a job without a GPU; root may open any file
         monkeypatch.setattr(distributed.os, "open", mock.Mock(side_effect=PermissionError))
+    if kept == "others":  # of other jobs; this one has the last GPU
+        answers = {str(tmp_path / "nvidia0"): PermissionError(), str(tmp_path / "nvidia3"): 0}
+        opened = mock.Mock(side_effect=lambda path, _: raised(answers[path]))
+        monkeypatch.setattr(distributed.os, "open", opened)
+        monkeypatch.setattr(distributed.os, "close", lambda _: None)
     if kept == "hidden":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    if kept:
+    if kept not in ("", "others"):
         backend = "gloo" if kept == "gloo" else "auto"
         assert distributed.choose_device(World(), backend).device.type == "cpu"
         return
     with pytest.raises(UserError, match=r"cannot use it: .* too old .*12020.*; update"):
         distributed.choose_device(World())
+
+
+def test_ranks_that_the_user_exports_keep_the_gpu_that_srun_shows_them(monkeypatch):
+    """srun --gpus-per-task=1 bash -c 'export RANK=$SLURM_PROCID ...; exec python ...'."""
+    monkeypatch.setattr(distributed, "device_count", {"cuda": 1}.get)
+    world = World(1, 2, 1, 2, "environment")
+    with pytest.raises(UserError, match="2 processes on a node with 1 cuda devices"):
+        distributed.choose_device(world)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert distributed.choose_device(world).device == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("local_size", "seconds"), [(2, 50), (1, 600)])
@@ -237,6 +259,12 @@ MEET = [  # the processes, their environment -> address and port of rank 0, or t
     (TWO_NODES, "MASTER_ADDR=n1 MASTER_PORT=29501", ("n1", 29501)),
     (TWO_NODES, "MASTER_ADDR=n1", ("n1", 29500)),
     (ONE_NODE, "", ("127.0.0.1", PARENT)),
+    # each task may be a wrapper, so that the parents differ
+    (
+        ONE_NODE._replace(launcher="srun"),
+        "SLURM_JOB_ID=71234 SLURM_STEP_ID=5",
+        ("127.0.0.1", 22345),
+    ),
     (TWO_NODES, "", "MASTER_ADDR: not set; export the host of rank 0"),
     (ONE_NODE, "MASTER_PORT=99999", "MASTER_PORT: '99999' must be a whole number from 1"),
     (ONE_NODE, "MASTER_PORT=http", "MASTER_PORT: 'http' must be a whole number"),

@@ -204,6 +204,7 @@ def test_f15_a_second_run_in_the_folder_is_an_error(undisturbed, tmp_path):
         held.release()
     assert outcome.codes == [2, 2] and outcome.logs[1] == ""
     assert outcome.logs[0].startswith(f"error: {folder} is in use by another run; ")
+    assert outcome.logs[0].endswith(f"if it has ended, remove {folder}/.lock\n")
     faults.finished(faults.start(2, folder, *LORA))  # and is free again
 
 

@@ -95,6 +95,7 @@ def test_a_key_is_rewarded_once_and_then_a_door():
     assert rewards == [0, 0, 1, 0, 0, 1, 0, 0]
     assert [state // 9 for state in states] == [0, 0, 1, 1, 1, 2, 2, 2]
     assert grid.observation[states].tolist() == [5, 4, 1, 1, 4, 5, 4, 1]
+    assert grid.next_state.dtype == np.int16 and make("key_to_door", 3, 20) is grid
 
 
 def test_a_table_of_gymnasium_equals_its_environment(monkeypatch):
@@ -120,7 +121,7 @@ def test_a_table_of_gymnasium_equals_its_environment(monkeypatch):
                 break
     assert last_rewards == {0, 1}
     assert table.step(np.array([16]), np.array([2]), np.array([7]))[0] == 16  # it remains over
-    for name in ("Taxi-v4", "CartPole-v1", "darkrom"):
+    for name in ("Taxi-v4", "CartPole-v1", "darkrom", "no_such_module:Env-v0"):
         with pytest.raises(UserError, match=f"^--env: {name} is not supported .expected darkroom"):
             make(name, 9, 20)
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)

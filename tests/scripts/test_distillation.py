@@ -307,6 +307,29 @@ def test_episodes_that_are_too_short_for_any_reward_are_a_warning(capsys):
         assert ("no held-out task has a reward" in capsys.readouterr().out) == is_warned
 
 
+def test_a_setting_without_an_effect_is_no_error_but_a_warning(capsys):
+    """A compressed context is longer than an episode, whatever n_transit is."""
+    words = "use_compressed_context=true horizon=300 compress_interval=300 n_stream=2"
+    words += " train_n_stream=2 total_source_timesteps=1200 train_source_timesteps=600"
+    assert read(words.split()).window == 600
+    assert "warning" not in capsys.readouterr().out
+    pytest.importorskip("gymnasium")
+    frozen = read(["env=FrozenLake-v1", "grid_size=12", "train_timesteps=15"])
+    assert "grid_size" not in frozen.source_settings()
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: --grid_size has no effect: FrozenLake-v1 has a size of its own",
+        "warning: --num_warmup_steps: more than the steps; lr ends at 20% of its peak",
+    ]
+
+
+def test_histories_are_not_collected_for_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    place = [f"traj_file={tmp_path / 'x.npz'}", f"output_dir={tmp_path / 'file/run'}"]
+    with pytest.raises(UserError, match="^run folder: .*file is not a folder that you can write"):
+        train.main([*SMALL, *place])
+    assert not (tmp_path / "x.npz").exists()
+
+
 def test_histories_of_other_settings_are_an_error(histories, tmp_path):
     place = [f"traj_file={histories}", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=r"was collected with alg_seed 42 \(expected 7\); use"):

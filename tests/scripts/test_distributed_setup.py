@@ -280,6 +280,17 @@ def test_no_hostile_value_executes_and_each_is_quoted_or_an_error(
     assert not list(tmp_path.rglob("PWN?"))
 
 
+def test_a_config_that_is_given_is_used_whatever_it_is_called():
+    """Without one, only src/train.py has a default file. A script in the top folder is a file."""
+    Path("config.yaml").write_text("beta: 0.3\n")
+    for given, expected in (("", ""), (" --config config.yaml", " --config=config.yaml")):
+        make(f"slurm --script src/main_distributed.py{given} --output job.sh")
+        command = f'python "$project/src/main_distributed.py"{expected} "$@"'
+        assert command in Path("job.sh").read_text()
+    make("slurm --script check_gpu.py --output job.sh")
+    assert 'python "$project/check_gpu.py" "$@"' in Path("job.sh").read_text()
+
+
 def test_no_character_that_a_shell_interprets_is_in_a_directive(monkeypatch):
     monkeypatch.setattr(setup, "check_flags", lambda *_: None)  # it starts the script: 0.4 s
     for character in {*string.punctuation} - {*"_.,:/=%@+-"}:
@@ -313,7 +324,8 @@ ERRORS = {
     "slurm --partition 'a b'": "--partition: 'a b' must consist of letters, digits and ",
     "pbs --system ''": "--partition: capacity is Aurora's; with --system '', use your own, or ''",
     "pbs --system polaris --partition prod": "--filesystems: home:flare is Aurora's; with --system",
-    "pbs --system '' --partition a --filesystems ''": "--num_gpus_per_node: 12 is Aurora's; with",
+    "pbs --system '' --partition a --filesystems ''": "--modules: frameworks is Aurora's; with",
+    "pbs --system '' --partition a --filesystems '' --modules ''": "--num_gpus_per_node: 12 is Au",
     "slurm --time_limit 00:10:00 --lead 600": "--lead: 600 is out of range (expected >= 0 and ",
     "slurm --lead 70000": "--lead: 70000 is out of range (expected <= 65535, which sbatch allows)",
     "slurm --lead -1": "--lead: -1 is out of range (expected >= 0 and below the time limit, 17",

@@ -100,14 +100,17 @@ def test_the_train_py_of_another_guide_is_named_instead_of_started():
 def test_a_job_finds_the_project_from_the_folder_of_its_submission(tmp_path):
     """Slurm starts a copy of the script in the folder where sbatch was called."""
     for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text("#!/bin/sh\npwd\n")
+        (tmp_path / name).write_text("#!/bin/sh\npwd\necho $MASTER_PORT $OMP_NUM_THREADS $1\n")
         (tmp_path / name).chmod(0o755)
     script = (ROOT / "scripts/multi_gpu_train.slurm").read_text()
     path = f"{tmp_path}:/usr/bin:/bin"
     for folder in ("", "scripts", "src/ad"):
         env = {"PATH": path, "SLURM_SUBMIT_DIR": str(ROOT / folder), "SLURM_JOB_ID": "7"}
         done = programs.process(["bash", "-c", script], SLURM_JOB_NODELIST="n", **env)
-        assert done.stdout == f"{ROOT}\n"
+        assert done.stdout == f"{ROOT}\n20007 1 --cpus-per-task=1\n"
+    given = {"MASTER_PORT": "29400", "OMP_NUM_THREADS": "3", "SLURM_CPUS_PER_TASK": "8"}
+    done = programs.process(["bash", "-c", script], SLURM_JOB_NODELIST="n", **env | given)
+    assert done.stdout == f"{ROOT}\n29400 3 --cpus-per-task=8\n"
     env |= {"SLURM_SUBMIT_DIR": str(tmp_path)}
     done = programs.process(["bash", "-c", script], 2, **env)
     assert done.stderr == f"error: {tmp_path}: submit it from the project's folder\n"
