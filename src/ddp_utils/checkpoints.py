@@ -32,7 +32,7 @@ FREE = """check debug restart log_every save_every keep_checkpoints cache_dir re
 output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb
 ckpt_interval eval_interval gen_interval summary_interval test_batch_size sample_batch_size"""
 # these may differ as well, and a line is printed
-ANNOUNCED = """max_steps num_epochs train_timesteps save_best strategy use_fsdp fsdp_config
+ANNOUNCED = """max_steps num_epochs train_timesteps save_best judge strategy use_fsdp fsdp_config
 use_deepspeed deepspeed_config sharding_config"""
 # where these count per process, the inputs have their product with the number of processes
 PER_PROCESS = "batch_size micro_batch_size train_batch_size gradient_accumulation_steps"

@@ -77,12 +77,12 @@ DOUBTFUL = {
 }
 # how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
-    r"\s*(<s>\s*\[[A-Z_]+\]|(<s>\s*)?("  # <s> alone may be HTML
+    r"(<s>\s*\[[A-Z_]+\]|(<s>\s*)?("  # <s> alone may be HTML
     r"<\|[^\s<>|]+\|?>|<｜[^<>｜]+｜>|\[\|\w+\|\]"  # <|user|>, <|turn>, <｜User｜>, [|user|]
     r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
     r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
     # a line or less, the name of a user, and at the end that of an assistant: Alpaca, Vicuna, HH
-    r"|([^\n]*\s+)?(#+ )?(?i:human|user|instruction):"
+    r"|(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):"
     r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
 )
 
@@ -413,7 +413,7 @@ class Encoder:
 
     def check_not_rendered(self, prompt: str) -> None:
         """Raise UserError if a prompt begins like a conversation that a template has rendered."""
-        shape = RENDERED.match(prompt)
+        shape = RENDERED.match(prompt.lstrip())
         text = self._without_bos(prompt)
         begin = shape[0] if shape else next(filter(text.startswith, self.begins), "")
         if begin:
@@ -579,16 +579,21 @@ class Encoder:
         """Shorten the prompt first, to a quarter of max_length at least, then the responses."""
         if pair.num_tokens <= self.max_length:
             return pair
-        prompt = pair.prompt
+        places, room = self.kept(pair)
+        prompt = [pair.prompt[place] for place in places]
+        chosen, rejected = pair.chosen[:room], pair.rejected[:room]
+        return pair._replace(prompt=prompt, chosen=chosen, rejected=rejected)
+
+    def kept(self, pair: Pair) -> tuple[list[int], int]:
+        """Return which tokens of a prompt truncate() keeps, and how many of a response at most."""
+        prompt, places = pair.prompt, [*range(len(pair.prompt))]
         room = self.max_length - max(len(pair.chosen), len(pair.rejected))
         room = max(room, min(len(prompt), self.max_length // 4), 1)
         if len(prompt) > room:
-            bos = prompt[:1] if prompt[0] == self.tokenizer.bos_token_id and room > 1 else []
-            tail = prompt[len(prompt) - room + len(bos) :]
-            prompt = bos + tail if self.keep_end else prompt[:room]
-        room = self.max_length - len(prompt)
-        chosen, rejected = pair.chosen[:room], pair.rejected[:room]
-        return pair._replace(prompt=prompt, chosen=chosen, rejected=rejected)
+            bos = places[: prompt[0] == self.tokenizer.bos_token_id and room > 1]
+            tail = places[len(prompt) - room + len(bos) :]
+            places = bos + tail if self.keep_end else places[:room]
+        return places, self.max_length - len(places)
 
 
 def today() -> str:

@@ -161,19 +161,31 @@ def encode(
         if turns:
             turns = _drop_exchanges(encoder, turns, reply)
             pair, notes = encoder.encode(location, turns, reply, reply)
-        text = _text(encoder, encoder.truncate(pair), turns, question, notes)
+        text = _text(encoder, pair, turns, question, notes, truncate=True)
     return text, whole, notes
 
 
-def _text(encoder: Encoder, pair: Pair, turns: list[dict], question: str, notes: set[str]) -> Text:
+def _text(
+    encoder: Encoder,
+    pair: Pair,
+    turns: list[dict],
+    question: str,
+    notes: set[str],
+    truncate: bool = False,
+) -> Text:
     """Return the Text of a pair's prompt and chosen reply; replies in the turns are trained, too.
 
-    Add to the notes if they cannot be.
+    Add to the notes if they cannot be. truncate: as encoder.truncate() does.
     """
     ids = pair.prompt + pair.chosen
     scored = [0] * len(pair.prompt) + [1] * len(pair.chosen)
     for start, stop in _earlier_replies(encoder, turns, ids, notes):
         scored[start:stop] = [1] * (stop - start)
+    if truncate:
+        kept, room = encoder.kept(pair)
+        kept += range(len(pair.prompt), min(len(ids), len(pair.prompt) + room))
+        ids, scored = [ids[place] for place in kept], [scored[place] for place in kept]
+        scored[0] = 0  # nothing would predict it
     if 1 not in scored:
         raise Unusable("no trained token left")
     first = scored.index(1)

@@ -5,6 +5,7 @@ import inspect
 import math
 import numbers
 import runpy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,11 @@ def load_judge(spec: str, demo: str = "", tried: Iterable[tuple[str, str]] = ())
     file = data.ROOT / path if spec == demo else data.resolve(path)
     if not path or not file.is_file():
         raise UserError(f"--judge: {spec!r} is not file.py:function")
-    function: Any = runpy.run_path(str(file)).get(name)
+    sys.path.append(str(file.parent))  # of what it imports; last, so that it hides nothing
+    try:
+        function: Any = runpy.run_path(str(file)).get(name)
+    except ImportError as error:
+        raise UserError(f"--judge: {file}: {error}") from error
     try:
         inspect.signature(function).bind("prompt", "reply")
     except (TypeError, ValueError) as error:

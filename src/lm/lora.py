@@ -42,16 +42,18 @@ ADDED = re.compile(
 def inherit_config(config: Any, init_adapter: str) -> None:
     """Set lora_r, lora_alpha and lora_targets of `config` to those of an existing adapter.
 
-    Raises UserError if one of them has another value, unless it is the default, or if there is no
-    such LoRA.
+    Raises UserError if a flag has another value, or a file one that is neither it nor the default,
+    or if there is no such LoRA.
     """
+    flags = vars(config).get("places", {}).values()
     adapter = adapter_settings(init_adapter)
     inherited = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     if isinstance(adapter.target_modules, list | set):  # else a pattern, or peft's own choice
         targets = {*adapter.target_modules, *(adapter.target_parameters or [])}
         inherited["lora_targets"] = ",".join(sorted(targets))
     for name, value in inherited.items():
-        if getattr(config, name) not in (getattr(type(config), name), value):
+        own = getattr(config, name)
+        if own != value and (f"--{name}" in flags or own != getattr(type(config), name)):
             raise UserError(f"--{name}: the adapter in init_adapter has {value}; leave it out")
         setattr(config, name, value)
 
@@ -297,7 +299,11 @@ def new(model: Model, spec: LoraSpec, unreached: tuple[str, ...]) -> tuple[Any, 
             excluded.append(re.escape(path))
     if ALL_LINEAR in targets and model.config.model_type in FUSED_OUT_PROJ:
         excluded.append(r".*\.(?:out_proj|dt_proj)")
-    modules = ALL_LINEAR if ALL_LINEAR in targets else [t for t in targets if t in layers]
+    modules: Any = [name for name in targets if name in layers]
+    if ALL_LINEAR in targets:  # for peft it is a word of its own, and no name in a list
+        of_linear = {path.rpartition(".")[2] for path in linear}
+        others = {*modules} - of_linear  # such as lm_head, or an embedding
+        modules = sorted(of_linear | others) if others else ALL_LINEAR
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.r,

@@ -260,7 +260,9 @@ def encode_rows(
         not_read = [name for name in names if record.data[name] not in chat_template.EMPTY]
         not_read += unread
         row = row._replace(extra=extra) if extra else row
-        return Encoded(row, hashes, whole.lengths, notes, not_read)
+        lengths = whole.lengths
+        lengths |= {"trained": row.lengths["trained"]} if "trained" in lengths else {}
+        return Encoded(row, hashes, lengths, notes, not_read)
 
     rows = data.usable(source, make, dropped, parts, all_cores.map_on_all_cores)
     rows = check_known(rows, source.path, encoder.tokenizer, sample, report)

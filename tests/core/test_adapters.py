@@ -685,3 +685,25 @@ def test_dpo_continues_on_the_template_of_the_adapter(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "x/y"}))
     before = chat.load(str(tmp_path / "run"), True, CPU)[0].float()
     torch.testing.assert_close(logits(before), logits(made), atol=0.2, rtol=0)  # merged in bf16
+
+
+def test_layers_beside_all_linear_have_a_lora_too():
+    """peft knows all-linear only alone: lm_head and the embedding were left out in silence."""
+    cpu = torch.device("cpu")
+    kinds = set()
+    for targets in ("all-linear", "all-linear,lm_head", "embed_tokens, all-linear"):
+        model = models.load(str(DEMO), torch.float32, cpu)
+        adapted, lines = lora.add(model, models.LoraSpec(2, targets=targets))
+        names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
+        kinds.add(frozenset(re.findall(r"(\w+)\.lora_", " ".join(names))))
+        assert lines == []
+    linear = frozenset(f"{name}_proj" for name in ["q", "k", "v", "o", "gate", "up", "down"])
+    assert kinds == {linear, linear | {"lm_head"}, linear | {"embed_tokens"}}
+
+
+def test_a_rank_that_is_given_is_that_of_the_adapter_even_if_it_is_the_default(tmp_path):
+    demo_adapter(tmp_path / "lora")
+    flags = ["--fine_tuning=lora", f"--init_adapter={tmp_path}/lora", "--check"]
+    with pytest.raises(UserError, match="--lora_r: the adapter in init_adapter has 4; leave it"):
+        main_distributed.main([*flags, "--lora_r=16"])
+    main_distributed.main([*flags, "--lora_r=4", f"--result_dir={tmp_path}/run"])

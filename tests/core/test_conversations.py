@@ -444,3 +444,22 @@ def test_what_cannot_be_rendered_is_one_line_with_its_row(tmp_path):
         message = str(caught.value)
         assert message.startswith(f"{tmp_path}/rows.jsonl:1: ") and part in message, message
         assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("side", ["keep_end", "keep_start"])
+def test_of_a_row_that_is_too_long_every_reply_in_the_context_is_trained(side, tmp_path):
+    """After its one question there are calls: no older exchange can be dropped."""
+    rounds = [turn("assistant", "", tool_calls=CALLS), turn("tool", "12:00", name="time")]
+    row = {"messages": [ASKED, *rounds * 4, turn("assistant", "Noon.")], "tools": SCHEMAS}
+    whole, tok = read(tmp_path, row, TOOLS)
+    ids, scored = whole.prompt + whole.reply, [0] * len(whole.prompt) + whole.scored
+    last = len(tok("Noon.<|eot|>", add_special_tokens=False).input_ids)
+    for length in (len(ids) - 1, len(ids) // 2):
+        places = [*range(len(ids))]
+        kept = places[-length:] if side == "keep_end" else places[: length - last] + places[-last:]
+        encoder = Encoder(tok, max_length=length, truncation=side)
+        [text], report = reading.texts(tmp_path / "rows.jsonl", encoder)
+        assert text.prompt + text.reply == [ids[place] for place in kept]
+        expected = [0, *[scored[place] for place in kept[1:]]]
+        assert [0] * len(text.prompt) + text.scored == expected
+        assert text.trained > 2 * last and report["mean_tokens"]["trained"] == text.trained

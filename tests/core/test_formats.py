@@ -637,6 +637,13 @@ def test_a_prompt_that_begins_as_the_template_at_hand_does_is_an_error(template)
         assert text in encoder.text(text)
 
 
+def test_white_space_costs_no_more_than_its_length():
+    """Code and texts of PDFs begin with it, or have it in a line: not its square or cube."""
+    encoder = Encoder(load_tokenizer("data/demo/model"))
+    for text in (" " * 50_000 + "x = 1", "x" + " " * 50_000 + "y", "\n " * 20_000 + "z"):
+        encoder.check_not_rendered(text)
+
+
 def test_texts_that_resemble_a_template_are_rendered():
     tokenizer = load_tokenizer("data/demo/model")
     for bos in ("<s>", "<|im_start|>"):

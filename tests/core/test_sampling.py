@@ -5,6 +5,7 @@ tests/core/test_units_in_processes.py has the replies of the demo model, on 1, 2
 
 import functools
 import math
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -235,6 +236,15 @@ def test_a_judge_may_return_a_number_or_several(tmp_path):
     assert "judge/policy" in compare([judge("p", "abc")], [judge("p", "ab")])
     judge = load(tmp_path, "def score(p, r): return {'long': len(r) > 2, 'same': p == r}")
     assert judge("p", "p") == {"long": 0.0, "same": 1.0}
+
+
+def test_a_judge_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "its_words.py").write_text("GOOD = {'please'}")
+    judge = load(tmp_path, "import its_words\ndef score(p, r): return r in its_words.GOOD")
+    assert judge("p", "please") == {"": 1.0}
+    with pytest.raises(UserError, match="^--judge: .*j.py: No module named 'nowhere'"):
+        load(tmp_path, "import nowhere")
 
 
 def test_only_rank_0_tries_the_judge(tmp_path):

@@ -153,14 +153,12 @@ def test_f7_an_unfinished_run_does_not_go_on_with_other_settings(flags, killed):
 
 
 def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
-    """One letter of one row, one number of the weights, one space in the judge."""
-    data, model, judge = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "judge.py"
-    judge.write_text("def score(prompt, reply): return len(reply)")
+    """One letter of one row, one number of the weights."""
+    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
     rows = Path(runs.PAIRS).read_text()
     data.write_text(rows)
     shutil.copytree(ROOT / "data/demo/model", model)
     flags = [*faults.MODES["lora"], "--train_data", str(data), "--model_name", str(model)]
-    flags += ["--judge", f"{judge}:score"]
     folder = tmp_path / "runs/run"
     fault = (faults.kill_in_backward, 0, 7)
     assert faults.start(1, folder, *flags, fault=fault).codes == [-9]
@@ -173,13 +171,25 @@ def test_f7_nor_with_other_data_or_another_model_under_the_same_name(tmp_path):
     data.write_text(rows.replace("a", "e", 1))
     assert "content of train: " in refused() and "content of model_name" not in refused()
     data.write_text(rows)
-    judge.write_text("def score(prompt, reply): return  len(reply)")
-    assert "content of judge: " in refused()
-    judge.write_text("def score(prompt, reply): return len(reply)")
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-2] ^= 4
     (model / "model.safetensors").write_bytes(weights)
     assert "content of model_name: " in refused() and "content of train" not in refused()
+
+
+def test_a_judge_that_fails_on_a_reply_costs_no_model_and_may_be_mended(tmp_path):
+    """It was tried on the replies of the data, which have a full stop."""
+    judge = tmp_path / "judge.py"
+    judge.write_text("def score(prompt, reply): return 1 / reply.count('.')")
+    flags = [*faults.MODES["lora"], "--judge", f"{judge}:score", "--max_steps", "2"]
+    flags += runs.words("--num_samples 2 --max_new_tokens 2")
+    outcome = faults.start(1, tmp_path / "run", *flags)
+    assert outcome.codes == [1] and "ZeroDivisionError" in outcome.logs[0], outcome.logs
+    assert (tmp_path / "run/model/adapter_model.safetensors").exists()
+    judge.write_text("def score(prompt, reply): return reply.count('.')")
+    [log] = faults.finished(faults.start(1, tmp_path / "run", *flags)).logs
+    assert "resumes after step 2" in log and "content of judge: " in log, log
+    assert faults.summary(tmp_path / "run")["test"]["ties"] == 2
 
 
 def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tmp_path):

@@ -38,7 +38,7 @@ AFTER_THE_DEMO = (35, 6300)  # of main_distributed.py, DDP: files and lines that
 SHARED = (17, 3280)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2910, "ad.train": 2910}
-PYTHON = 14500  # outside tests; the goal is 11,000
+PYTHON = 14530  # outside tests; the goal is 11,000
 SHELL_LINES = 295
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

@@ -397,6 +397,6 @@ def test_the_report_counts_by_row_what_a_hand_count_finds(tmp_path):
             "exact duplicates": 1,
             "with turns as Human: and Assistant:": 1,
         },
-        # of whole texts: 2 2 30 22; 7 7 10 34; 7 7 10 10
-        "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 8.5},
+        # of whole texts: 2 2 30 22; 7 7 10 34; of what is left: 7 7 10 7, without the answer b
+        "mean_tokens": {"prompt": 14.0, "reply": 14.5, "trained": 7.8},
     }
