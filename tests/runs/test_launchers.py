@@ -161,6 +161,32 @@ def test_a_machine_without_venv_is_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
+VENV = """#!/bin/sh
+# in place of python3: `-m venv FOLDER` makes a pip that needs a while, and a python
+[ "$1 $2" = "-m venv" ] || exit 0
+mkdir -p "$3/bin"
+printf '#!/bin/sh\\n[ -e "%s/installed" ] || exit 1\\n' "$3" >"$3/bin/python"
+installs='echo pip >>"%s/../log"; sleep 1; touch "%s/installed"'
+printf "#!/bin/sh\\n$installs\\n" "$3" "$3" >"$3/bin/pip"
+chmod +x "$3/bin/python" "$3/bin/pip"
+"""
+
+
+def test_nodes_that_start_together_make_one_environment(tmp_path):
+    """They share the project; one installs, the other waits for it."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name, text in (("python3", VENV), ("python", "#!/bin/sh\nexit 1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = programs.environment() | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    code = f"set -euo pipefail; . {tmp_path}/scripts/environment.sh; use_environment; python"
+    command, options = ["bash", "-c", code], {"stderr": subprocess.PIPE, "text": True, "env": env}
+    nodes = [subprocess.Popen(command, **options) for _ in range(2)]
+    errors = [node.communicate(timeout=LIMIT)[1] for node in nodes]
+    assert ([node.returncode for node in nodes], errors) == ([0, 0], ["", ""])
+    assert (tmp_path / "log").read_text() == "pip\n"
+
+
 def test_check_of_the_shell_script_prints_each_line_once(tmp_path):
     done = shell("2", "--check", "--train_data", runs.PAIRS, "--result_dir", str(tmp_path / "run"))
     assert (done.returncode, done.stderr) == (0, "")
