@@ -85,7 +85,9 @@ make_environment() {
     fi
   fi
   echo "setting up $root/.venv (once) with $build"
-  mkdir -p "$root/.venv" && exec 9>"$root/.venv/lock"
+  { mkdir -p "$root/.venv" && : >"$root/.venv/lock"; } 2>/dev/null ||
+    fail "$root/.venv: cannot be written"
+  exec 9>"$root/.venv/lock"
   flock 9 2>/dev/null || true # nodes that start together make one; a disk may have no locks
   if [ ! -e "$root/.venv/unfinished" ] && check_packages "$root/.venv/bin/python"; then
     exec 9>&-

@@ -5,6 +5,7 @@ safetensors and one manifest, which has the size and the SHA-256 of every file a
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -32,8 +33,8 @@ FREE = """check debug restart log_every save_every keep_checkpoints cache_dir re
 output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb
 ckpt_interval eval_interval gen_interval summary_interval test_batch_size sample_batch_size"""
 # these may differ as well, and a line is printed
-ANNOUNCED = """max_steps num_epochs train_timesteps save_best judge strategy use_fsdp fsdp_config
-use_deepspeed deepspeed_config sharding_config"""
+ANNOUNCED = """max_steps num_epochs train_timesteps save_best judge num_samples strategy
+use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"""
 # where these count per process, the inputs have their product with the number of processes
 PER_PROCESS = "batch_size micro_batch_size train_batch_size gradient_accumulation_steps"
 # parts of the environment that change numbers only by rounding
@@ -362,11 +363,10 @@ def lock(folder: Path) -> FileLock:
         where = f"its host and process are in {folder}/environment.json"
         fix = f"if it has ended, remove {folder}/.lock"  # left by a node without locks of files
         raise UserError(f"{folder} is in use by another run; {where}; {fix}") from None
-    except (
-        OSError,
-        NotImplementedError,
-    ) as error:  # a disk without locks, such as NFS without lockd
-        problem = f"{folder}: this disk has no locks of files ({error})"
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # NFS without lockd
+            raise
+        problem = f"{folder}: this disk has no locks of files ({error.strerror})"
         raise UserError(f"{problem}; use a run folder on another disk") from error
     return held
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -167,7 +168,11 @@ def choose_device(world: World, backend: str = "auto") -> World:
         raise UserError(f"--backend {backend} {absent}; use auto")
     launchers = {world.launcher}
     if world.launcher == "environment":  # the user may have exported what another one has set
-        launchers = {name for name in BINDERS if LAUNCHERS[name].split()[0] in os.environ}
+        launchers = set()
+        for name in BINDERS:  # a batch script of Slurm has some of the names of srun
+            names = LAUNCHERS[name].split()[:3]
+            if all(any(map(os.environ.get, either.split("|"))) for either in names):
+                launchers.add(name)
     has_own = count == 1 and bool(launchers & BINDERS)  # it shows each process its own
     processes = max(world.local_size, world.local_rank + 1)
     if processes > count and not has_own:
@@ -313,8 +318,8 @@ def meeting_point(world: World, env: Mapping[str, str] = os.environ) -> tuple[st
     if not address and not world.is_one_node:
         raise UserError("MASTER_ADDR: not set; export the host of rank 0, and a free MASTER_PORT")
     # the processes of one node have the same parent; those of srun may have wrappers of their own
-    step = env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", "")
-    group = int(step) if world.launcher == "srun" and step.isdigit() else os.getppid()
+    step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+    group = zlib.crc32(step.encode()) if world.launcher == "srun" else os.getppid()
     port = port or (str(20000 + group % 10000) if world.is_one_node else "29500")
     return address or "127.0.0.1", parse_number("MASTER_PORT", port, 1, 65535)
 

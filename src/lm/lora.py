@@ -53,7 +53,8 @@ def inherit_config(config: Any, init_adapter: str) -> None:
         inherited["lora_targets"] = ",".join(sorted(targets))
     for name, value in inherited.items():
         own = getattr(config, name)
-        if own != value and (f"--{name}" in flags or own != getattr(type(config), name)):
+        is_flag = f"--{name}" in flags and own != ALL_LINEAR  # of which the adapter has the names
+        if own != value and (is_flag or own != getattr(type(config), name)):
             raise UserError(f"--{name}: the adapter in init_adapter has {value}; leave it out")
         setattr(config, name, value)
 
@@ -303,6 +304,9 @@ def new(model: Model, spec: LoraSpec, unreached: tuple[str, ...]) -> tuple[Any, 
     if ALL_LINEAR in targets:  # for peft it is a word of its own, and no name in a list
         of_linear = {path.rpartition(".")[2] for path in linear}
         others = {*modules} - of_linear  # such as lm_head, or an embedding
+        if others and fused:  # for these, peft makes more of the word than the linear layers
+            problem = f"{min(others)} beside {ALL_LINEAR} is not supported for mixtures of experts"
+            raise UserError(f"--lora_targets: {problem}; name all layers")
         modules = sorted(of_linear | others) if others else ALL_LINEAR
     settings = LoraConfig(
         task_type="CAUSAL_LM",

@@ -706,4 +706,5 @@ def test_a_rank_that_is_given_is_that_of_the_adapter_even_if_it_is_the_default(t
     flags = ["--fine_tuning=lora", f"--init_adapter={tmp_path}/lora", "--check"]
     with pytest.raises(UserError, match="--lora_r: the adapter in init_adapter has 4; leave it"):
         main_distributed.main([*flags, "--lora_r=16"])
-    main_distributed.main([*flags, "--lora_r=4", f"--result_dir={tmp_path}/run"])
+    again = ["--lora_r=4", "--lora_targets=all-linear"]  # its file has the names of the layers
+    main_distributed.main([*flags, *again, f"--result_dir={tmp_path}/run"])

@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -196,6 +197,10 @@ def test_ranks_that_the_user_exports_keep_the_gpu_that_srun_shows_them(monkeypat
     with pytest.raises(UserError, match="2 processes on a node with 1 cuda devices"):
         distributed.choose_device(world)
     monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(UserError, match="2 processes on a node with 1 cuda devices"):
+        distributed.choose_device(world)  # in a batch script, without srun
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
     assert distributed.choose_device(world).device == torch.device("cuda", 0)
 
 
@@ -263,7 +268,7 @@ MEET = [  # the processes, their environment -> address and port of rank 0, or t
     (
         ONE_NODE._replace(launcher="srun"),
         "SLURM_JOB_ID=71234 SLURM_STEP_ID=5",
-        ("127.0.0.1", 22345),
+        ("127.0.0.1", 20000 + zlib.crc32(b"71234.5") % 10000),
     ),
     (TWO_NODES, "", "MASTER_ADDR: not set; export the host of rank 0"),
     (ONE_NODE, "MASTER_PORT=99999", "MASTER_PORT: '99999' must be a whole number from 1"),

@@ -191,6 +191,12 @@ def test_mistakes_in_the_names_of_targets_are_one_line(tmp_path):
             0.0,
             "--lora_targets: no layer q (expected down_proj, gate_u",
         ),
+        (
+            "qwen3-moe",
+            "all-linear,lm_head",
+            0.0,
+            "--lora_targets: lm_head beside all-linear is not supported for mixtures of experts",
+        ),
         ("llava", "out_proj", 0.0, "--lora_targets: no layer out_proj (expected down_proj, gate_p"),
         ("qwen3-moe", "down_proj", 0.1, "--lora_dropout: the LoRA of down_proj has no dropout; "),
     ]

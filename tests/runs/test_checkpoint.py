@@ -168,7 +168,7 @@ MAY_CHANGE = words(
     "check debug restart log_every save_every keep_checkpoints result_dir out_dir output_dir "
     "cache_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb "
     "ckpt_interval eval_interval gen_interval summary_interval test_batch_size sample_batch_size "
-    "max_steps num_epochs train_timesteps save_best judge "
+    "max_steps num_epochs train_timesteps save_best judge num_samples "
     "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"
 )
 SETTINGS = ["config", "train_config", "prompt_baking.train_config", "dpo_inv.config", "ad.config"]

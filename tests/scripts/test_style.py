@@ -29,7 +29,7 @@ REACHED = {
     "train": (33, 6060),
     "train_loop": (34, 5830),
     "generate_data": (26, 5050),
-    "dpo_inv.run_dpo_ddp": (26, 4760),
+    "dpo_inv.run_dpo_ddp": (26, 4790),
     "dpo_inv.inference": (18, 3450),
     "ad.train": (23, 3890),
     "ad.evaluate": (15, 2580),
