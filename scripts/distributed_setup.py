@@ -203,7 +203,10 @@ def pbs(options: Pbs) -> str:
     """Return the job script for qsub."""
     check_plain(options, "system", "filesystems")
     if options.system != AURORA:  # with its queue, the job would never start
-        for name in ("partition", "filesystems", *["modules"] * (not options.system)):
+        names = ["partition", "filesystems"]
+        if not options.system:  # another system of Intel GPUs may have the module
+            names.append("modules")
+        for name in names:
             is_own = getattr(options, name) != getattr(Pbs, name)
             place = f"--{name}: {getattr(Pbs, name)} is Aurora's"
             require(is_own, f"{place}; with --system {options.system!r}, use your own, or ''")

@@ -590,7 +590,7 @@ class Encoder:
         room = self.max_length - max(len(pair.chosen), len(pair.rejected))
         room = max(room, min(len(prompt), self.max_length // 4), 1)
         if len(prompt) > room:
-            bos = places[: prompt[0] == self.tokenizer.bos_token_id and room > 1]
+            bos = places[:1] if prompt[0] == self.tokenizer.bos_token_id and room > 1 else []
             tail = places[len(prompt) - room + len(bos) :]
             places = bos + tail if self.keep_end else places[:room]
         return places, self.max_length - len(places)

@@ -53,7 +53,8 @@ def inherit_config(config: Any, init_adapter: str) -> None:
         inherited["lora_targets"] = ",".join(sorted(targets))
     for name, value in inherited.items():
         own = getattr(config, name)
-        is_flag = f"--{name}" in flags and own != ALL_LINEAR  # of which the adapter has the names
+        # all-linear is a word for the names that the adapter's file has
+        is_flag = f"--{name}" in flags and own != ALL_LINEAR
         if own != value and (is_flag or own != getattr(type(config), name)):
             raise UserError(f"--{name}: the adapter in init_adapter has {value}; leave it out")
         setattr(config, name, value)

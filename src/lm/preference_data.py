@@ -261,7 +261,8 @@ def encode_rows(
         not_read += unread
         row = row._replace(extra=extra) if extra else row
         lengths = whole.lengths
-        lengths |= {"trained": row.lengths["trained"]} if "trained" in lengths else {}
+        if "trained" in lengths:  # of what is left
+            lengths["trained"] = row.lengths["trained"]
         return Encoded(row, hashes, lengths, notes, not_read)
 
     rows = data.usable(source, make, dropped, parts, all_cores.map_on_all_cores)

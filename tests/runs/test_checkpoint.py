@@ -1,6 +1,7 @@
 """Checkpoints: what is written can be read, damage is detected, the newest intact one is found."""
 
 import dataclasses
+import errno
 import hashlib
 import importlib
 import json
@@ -171,6 +172,23 @@ MAY_CHANGE = words(
     "max_steps num_epochs train_timesteps save_best judge num_samples "
     "strategy use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"
 )
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.ENOLCK, UserError), (errno.ENOSYS, UserError), (errno.ENOSPC, OSError)],
+)
+def test_a_disk_without_locks_is_one_line_and_a_full_one_is_a_full_one(
+    number, error, monkeypatch, tmp_path
+):
+    def acquire(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoints.FileLock, "acquire", acquire)
+    with pytest.raises(error, match="no locks of files" if error is UserError else "No space left"):
+        checkpoints.lock(tmp_path)
+
+
 SETTINGS = ["config", "train_config", "prompt_baking.train_config", "dpo_inv.config", "ad.config"]
 
 
