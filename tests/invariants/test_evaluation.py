@@ -239,7 +239,8 @@ def test_the_sums_of_a_stopped_evaluation_are_those_of_its_weights(tmp_path):
     how = "main_distributed", tmp_path / "parts", 0, False
     faults.finished(run_ranks(1, stopped, *how, more.format(4)))
     found, expected = (faults.summary(tmp_path / name)["test"] for name in ("parts", "whole"))
-    assert found == expected
+    # in two steps the reference scores its rows in other batches; log-probs are -2 to -5
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_an_evaluation_in_other_micro_batches_is_repeated(tmp_path):
