@@ -115,7 +115,7 @@ def read_questions(config: Config, data: Data, encoder: Encoder) -> list[str]:
     questions = list(dict.fromkeys(row.question for row in data["val"] if not row.kept))
     if config.questions:
         questions = trajectories.read_questions(config.questions)
-        trajectories.check_questions(config.questions, questions, encoder)
+        trajectories.check_turns(config.questions, questions, encoder)
     return [questions[number % len(questions)] for number in range(config.num_samples or 0)]
 
 

@@ -144,6 +144,8 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
         if isinstance(data, dict):
             # pandas writes NaN where a row has no value
             data = {name: None if value != value else value for name, value in data.items()}
+            if record is None:
+                check_layout(location, data)
             # a column with the name that another column gets would hide that one
             here = {name: column for name, column in theirs.items() if column in data}
             renamed = {*here, *here.values()}
@@ -236,6 +238,18 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
             except UserError as error:
                 hint = "each line must hold one {...}, or the file one list of them"
                 yield f"{path}:{number}", UserError(f"{error}; {hint}")
+
+
+def check_layout(location: str, row: dict) -> None:
+    """Raise UserError if an object is a whole table, such as pandas' {column: {"0": value}}."""
+    values = [*row.values()]
+    items = values[0] if len(values) == 1 and isinstance(values[0], list) else []
+    # a list of messages may be the only field of a row
+    is_list = items and all(isinstance(x, dict) and not {"role", "from"} & x.keys() for x in items)
+    if is_list or (values and all(isinstance(x, dict) and "0" in x for x in values)):
+        problem = "one object with all rows (expected one object for each row)"
+        hint = 'save it with DataFrame.to_json(PATH, orient="records", lines=True)'
+        raise UserError(f"{location}: {problem}; {hint}")
 
 
 def without_nulls(value: Any) -> Any:

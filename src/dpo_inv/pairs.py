@@ -44,6 +44,7 @@ EMPTY = ("", "-", None)
 REPEATED = "sequences also in train_data"  # which tools/report.py reads
 # fields that may tell which sequence is better
 DIRECTIONS = "labels?|preference|score|winner|choice|better|(un)?preferred(_(?!seq$).*)?"
+DIRECTIONS += "|(score|rank|ddg|dg|energy|stability|fitness)_(un)?preferred"
 # a residue: its chain, if it is named, and its number with an insertion code
 RESIDUE = r"([A-Za-z]?)(-?\d+[A-Za-z]?)"
 RANGE = re.compile(rf"{RESIDUE}(?:-{RESIDUE})?")
@@ -123,6 +124,11 @@ def read(
         pair = _pair(record._replace(data=fields), path, backbones, convention)
         if is_mutant:
             signs.append(pair.sign)
+        elif ddg is None and fields.get("ddg") and pair.sign:  # of a mutant and its wild type
+            number = read_number(record._replace(data=fields), "ddg")
+            if (number > 0) != (pair.sign == (1 if convention.stable_ddg == "positive" else -1)):
+                problem = "does not mean that preferred_seq is more stable"
+                raise UserError(f"ddg: {fields['ddg']!r:.40} {problem}; swap the two, or remove it")
         if is_mutant and ddg is None:
             effect = "stabilizes" if convention.stable_ddg == "positive" else "destabilizes"
             notes[f"a {name} above 0 {effect}"] += 1

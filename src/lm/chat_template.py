@@ -36,6 +36,12 @@ Reply = str | dict  # a text, or a message that has more than text
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 EMPTY: tuple = (None, "", [], {})  # values that count as an absent field
 SYSTEMS = ("system", "system_prompt")  # names of the system text of a row
+# names of roles, in lower case, in public data; function_call is read as an assistant's tool_calls
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant"}
+ROLES |= {"bot": "assistant", "chatbot": "assistant", "ai": "assistant", "model": "assistant"}
+ROLES |= {"function_call": "assistant", "function": "tool", "observation": "tool"}
+ROLES |= {"tool_response": "tool", "ipython": "tool"}
 # whether a row or message is trained
 WEIGHTS: tuple[str, ...] = ("weight", "loss_weight", "train", "loss", "label", "kto_tag")
 WEIGHTS += ("training", "train_detail")  # Axolotl's
@@ -60,7 +66,8 @@ PLAIN_ROLES = {"system": "\n\nSystem:", "user": HUMAN, "assistant": "\n\nAssista
 # notes about a row, and the warning if most rows have one
 NOT_CONTINUED = "without all of the generation prompt"
 REPEATED = "with the prompt in its replies"
-FOREIGN = "with the end of another model's replies"
+FOREIGN = "with a reply that another model's template has rendered"
+ASKING = "with the name of the assistant at the end of the prompt"
 LISTED = "with the text of a list as the prompt or one of the replies"
 ONLY_LAST = "only the last reply is trained"
 PLAIN_TURNS = "with turns as Human: and Assistant:"  # there is no template
@@ -68,31 +75,43 @@ DOUBTFUL = {
     NOT_CONTINUED: "have no reply that continues all of the chat template's generation prompt, "
     "which may open a thought; use replies with one, or another --chat_template or its _kwargs",
     REPEATED: "have replies that begin with the prompt; remove it from them if it is repeated",
-    FOREIGN: "have replies that end with a token that this tokenizer does not have; remove it",
+    FOREIGN: "have replies that begin with the name of the assistant, or begin or end with a token "
+    "that this tokenizer does not have; remove it",
+    ASKING: "have prompts that end with the name of the assistant, or with a token of a chat "
+    "template, which adds these; remove them, use messages, or --chat_template none",
     LISTED: "have the text of a list as the prompt or as one of the two replies; decode it, or, "
     "for several rejected replies, use a row for each, or a list in JSON Lines or Parquet",
     ONLY_LAST: "have earlier replies, perhaps tool calls, that are not trained, because the chat "
     "template renders them otherwise where they are not the last; use a row for each reply, or "
     "another --chat_template",
 }
+# a special token of some model: <|user|>, <|turn>, <turn|>, <｜User｜>, [|user|]
+MARKER = r"(?:<\|[^\s<>|]+\|?>|<\w+\|>|<｜[^<>｜]+｜>|\[\|\w+\|\])"
 # how a conversation begins that the chat template of some model has rendered
 RENDERED = re.compile(
-    r"(<s>\s*\[[A-Z_]+\]|(<s>\s*)?("  # <s> alone may be HTML
-    r"<\|[^\s<>|]+\|?>|<｜[^<>｜]+｜>|\[\|\w+\|\]"  # <|user|>, <|turn>, <｜User｜>, [|user|]
+    rf"(<s>\s*\[[A-Z_]+\]|(<s>\s*)?({MARKER}"  # <s> alone may be HTML
     r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
     r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
     # a line or less, the name of a user, and at the end that of an assistant: Alpaca, Vicuna, HH
     r"|(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):"
     r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
 )
-
-# how a reply ends with a special token of some model
-FOREIGN_END = re.compile(r"(?:</s>|<eos>|\[EOS\]|<end_of_\w+>|<\|[^\s<>|]+\|>|<｜[^<>｜]+｜>)\s*\Z")
+# the name of the assistant, as templates write it: Alpaca, Vicuna, HH; ChatML without its tokens
+ASSISTANT = r"(?:#+ )?<?(?i:assistant|response|ai|bot|model)>?(?::|\n)"
+# how a prompt or a reply ends, and a reply begins, that the template of some model has rendered
+ASKING_END = re.compile(rf"(?:{MARKER}|\[/INST\]|(?:\A|\s){ASSISTANT})\s*\Z")
+FOREIGN_END = re.compile(
+    rf"(?:{MARKER}|</s>|<eos>|<EOD>|<im_end>|\[EOS\]|\[/INST\]|\[e~\[|<end_of_\w+>)\s*\Z"
+)
+FOREIGN_START = re.compile(rf"\s*(?:{MARKER}|{ASSISTANT})")
+# what libraries of tables write where there is no value
+NO_VALUE = ("nan", "None", "null", "<NA>")
 # a list of strings, as JSON or Python writes it
 STRINGS = re.compile(r"""\s*\[\s*["'][\s\S]*["']\s*\]\s*\Z""")
 
 Ids = list[int]  # token ids
 DATE = "date of chat_template"  # name of an input of a run, in its environment.json
+MISSING = "replies are nan, None or null"  # name of a count in the data report
 NO_END = (
     "warning: replies will not stop: the tokenizer has no eos_token, and there is no chat template "
     "that ends a reply with a special token; set eos_token in tokenizer_config.json, or use "
@@ -158,6 +177,11 @@ class Encoder:
         self.adds_end = not self.templated and self.added_end == tokenizer("a").input_ids[-1:]
         if self.end is None:
             distributed.warn(NO_END)
+        marker = re.search(MARKER, self.after_end)
+        if marker and not self.end_text:
+            problem = f"{marker[0]} behind a reply, which is no token of this tokenizer"
+            hint = "replies end with its eos_token; add the template's tokens, or use another one"
+            distributed.warn(f"warning: --chat_template writes {problem}; {hint}")
         end = self.text_of(self.end)
         self.special_end = end if self.templated and end in self.special else ""
         # decoded replies often end with the token that pads them
@@ -403,22 +427,29 @@ class Encoder:
         """Return what the model reads before it replies."""
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
-            if isinstance(prompt, str):
-                self.check_not_rendered(prompt)
-            return self.render(messages_of(prompt), add_generation_prompt=True)
+            messages = messages_of(prompt)
+            for turn in messages:
+                self.check_turn("prompt", turn["content"] or "", turn["role"])
+            return self.render(messages, add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
         turns = [f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt]
         return "".join(turns) + PLAIN_ROLES["assistant"]
 
-    def check_not_rendered(self, prompt: str) -> None:
-        """Raise UserError if a prompt begins like a conversation that a template has rendered."""
-        shape = RENDERED.match(prompt.lstrip())
-        text = self._without_bos(prompt)
-        begin = shape[0] if shape else next(filter(text.startswith, self.begins), "")
-        if begin:
+    def check_turn(self, name: str, text: str, role: str = "user") -> None:
+        """Raise UserError if the template cannot make a turn of a text.
+
+        It begins like a conversation that a template has rendered (what assistants and tools write
+        may do so), or contains a token with which the template begins a turn.
+        """
+        shape = RENDERED.match(text.lstrip())
+        start = self._without_bos(text)
+        begin = shape[0] if shape else next(filter(start.startswith, self.begins), "")
+        if begin and role not in ("assistant", "tool"):
             problem = f"begins with {data.shown(begin.strip())} (expected text without a template)"
-            raise UserError(f"prompt: {problem}; use messages, or --chat_template none")
+            raise UserError(f"{name}: {problem}; use messages, or --chat_template none")
+        # <s> is also the HTML of a text that is crossed out
+        self.check_one_turn(name, text, (self.special.keys() & self.starts) - {"<s>"})
 
     def _without_bos(self, text: str) -> str:
         """Return the text without white space and BOS at its beginning."""
@@ -549,10 +580,6 @@ class Encoder:
         if self.templated and isinstance(prompt, list):
             prompt = [self.one_turn(x) if x["role"] == "assistant" else x for x in prompt]
         text = self.text(prompt)
-        # <s> is also the HTML of a text that is crossed out
-        special_starts = (self.special.keys() & self.starts) - {"<s>"}
-        for turn in messages_of(prompt) if self.templated else []:
-            self.check_one_turn("prompt", turn["content"] or "", special_starts)
         replies = [chosen] if chosen == rejected else [chosen, rejected]
         full_texts = [self.text_with_reply(prompt, reply, text) for reply in replies]
         prompt_ids, *full_ids = self.ids_of_texts_that_begin_alike(text, *full_texts)
@@ -566,9 +593,13 @@ class Encoder:
         question, *answers = map(plain_text, (prompt, chosen, rejected))
         if len(question) >= 20 and all(answer.startswith(question) for answer in answers):
             notes.add(REPEATED)
-        endings = map(FOREIGN_END.search, answers)
-        if any(ending and ending[0].strip() not in self.special for ending in endings):
+        edges = [*map(FOREIGN_START.match, answers), *map(FOREIGN_END.search, answers)]
+        if any(edge and edge[0].strip() not in self.special for edge in edges):
             notes.add(FOREIGN)
+        if self.templated and ASKING_END.search(question[-100:]):
+            notes.add(ASKING)
+        if any(answer.strip() in NO_VALUE for answer in answers):
+            notes.add(MISSING)
         is_list = [bool(STRINGS.match(part)) for part in (question, *answers)]
         if is_list[0] or is_list[1] != is_list[2]:
             notes.add(LISTED)
@@ -757,9 +788,13 @@ def system_of(record: Record) -> list[dict]:
 
 
 def optional_text(record: Record, field: str) -> list[str]:
-    """Return [text], or [] if it is absent, null or empty, as columns of a table are."""
+    """Return [text], or [] if it is absent, null or empty, as columns of a table are.
+
+    Alpaca's <noinput>, and the text nan that pandas writes, count as empty.
+    """
     value = record.data.get(field)
-    return [] if value is None or not str(value).strip() else [data.text(record, field)]
+    is_empty = value is None or str(value).strip() in ("", "<noinput>", *NO_VALUE)
+    return [] if is_empty else [data.text(record, field)]
 
 
 def ignoring(field: str) -> str:

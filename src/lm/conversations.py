@@ -5,18 +5,22 @@ from typing import Any
 
 from ddp_utils import UserError, data
 from ddp_utils.data import Record, Unusable
-from lm import chat_template
-from lm.chat_template import HUMAN, THOUGHTS, Encoder, Prompt, Reply, check_text_only, system_of
+from lm import chat_template, message_texts
+from lm.chat_template import (
+    HUMAN,
+    ROLES,
+    THOUGHTS,
+    Encoder,
+    Prompt,
+    Reply,
+    check_text_only,
+    system_of,
+)
 
 UNORDERED = "user and assistant do not alternate"
 QUESTIONS = ("question", "instruction", "messages", "conversations", "query", "input")
 TURN = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?:Human|Assistant):|\Z)")
 FIRST_HUMAN = re.compile(r"\A\s*Human:")
-# names of roles, in lower case, in public data; function_call is read as an assistant's tool_calls
-ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ROLES |= {"model": "assistant", "function_call": "assistant", "function": "tool"}
-ROLES |= {"observation": "tool", "tool_response": "tool", "ipython": "tool"}
 # First letters of the roles, the last of which is the assistant's. Any other order than the usual
 # one depends on the template: a system turn alone, the assistant first, two users in a row.
 USUAL = "[sd]?(u(at+)*a)+"
@@ -42,7 +46,7 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     system = system_of(record)
     before = system
     if field != "prompt" or record.data.get(field) is not None:
-        turns = system + messages_of(record, field, "user")
+        turns = with_system(record, messages_of(record, field, "user"))
         before = _without_weights(check_order(record, field, turns, "user"))
     last = before[len(system) :][-1:]  # the question, unless there is no prompt
     prompts = []
@@ -50,7 +54,7 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     for side in sides:
         turns = messages_of(record, side)
         is_whole = turns[0]["role"] != "assistant" or last and last[0] in turns
-        turns = (system if is_whole else before) + turns
+        turns = with_system(record, turns) if is_whole else before + turns
         if field == "prompt" and not last and not is_asked(turns):
             for name in filter(record.data.get, QUESTIONS):
                 hint = f"use --columns prompt={name}"
@@ -70,6 +74,17 @@ def chat(record: Record, field: str, *sides: str) -> tuple[Prompt, Reply, Reply]
     if prompts[0] != prompts[1] or not begin_alike or is_lost:
         raise Unusable("prompts differ")
     return prompts[0], replies[0], replies[1]
+
+
+def with_system(record: Record, turns: list[dict]) -> list[dict]:
+    """Return the turns of a row behind its system text; they may begin with the same text."""
+    system = system_of(record)
+    if system and turns and turns[0]["role"] == "system":
+        if turns[0]["content"].strip() != system[0]["content"].strip():
+            problem = "the messages begin with another system turn; remove one of them"
+            raise UserError(f"{record.location}: system: {problem}")
+        return turns
+    return system + turns
 
 
 def is_asked(prompt: list[dict]) -> bool:
@@ -148,6 +163,8 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
         content = data.text(record, field, may_be_empty=role == "assistant")
         return [{"role": role, "content": content}]
     value = [value] if isinstance(value, dict) else value
+    if is_parts(value):
+        value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise data.wrong_value(record, field, value, "a list of messages")
     if any(isinstance(item, dict) and item.get("tool_calls", "") is None for item in value):
@@ -187,6 +204,9 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     content = message.get(name)
     if content is None and more:
         content = ""
+    parts = message_texts.messages_in(content)
+    if is_parts(parts) and role != "tool":  # whose results may have this form
+        content = parts
     if isinstance(content, list):
         content = "".join(_text_of_part(record, f"{place}.{name}", part) for part in content)
     may_be_empty = role != "user" and (role != "assistant" or is_last or bool(more))
@@ -195,6 +215,12 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     if not is_trained:
         more["weight"] = 0
     return {"role": role, "content": content, **more}
+
+
+def is_parts(value: Any) -> bool:
+    """Return whether a value is a content in parts, [{"type": "text", "text": ...}, ...]."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and "type" in first and not {"role", "from"} & first.keys()
 
 
 def _text_of_part(record: Record, place: str, part: Any) -> str:
@@ -233,16 +259,13 @@ def roles_of(turns: list[dict]) -> str:
 
 
 def check_accepted(encoder: Encoder, prompt: Prompt) -> None:
-    """Raise UserError if the first question is rendered already, or the template omits a turn.
+    """Raise UserError if the chat template does not accept the turns of a prompt, or omits one.
 
     Turns are looked for in the rendered text if there are results of tools, or if the order of the
     roles is unusual.
     """
     if isinstance(prompt, str):
         return
-    first = next((turn["content"] for turn in prompt if turn["role"] == "user"), "")
-    if encoder.templated:
-        encoder.check_not_rendered(first)
     letters = letters_of(prompt)
     is_usual = re.fullmatch(USUAL, letters + "a")
     if is_usual and "t" not in letters:

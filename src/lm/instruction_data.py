@@ -115,11 +115,12 @@ def prompt_and_reply(record: Record, format: Format) -> tuple[Prompt, Reply]:
     chat_template.check_text_only(record, "", record.data)
     first, second = [*format.fields, ""][:2]
     if format.name in ("sharegpt", "messages"):
-        turns = chat_template.system_of(record) + conversations.messages_of(record, first)
+        turns = conversations.with_system(record, conversations.messages_of(record, first))
         return _last_reply(conversations.check_order(record, first, turns, "assistant"))
     values = record.data.get(first), record.data.get(second)
     if format.name == "custom" and any(isinstance(value, list | dict) for value in values):
-        turns = chat_template.system_of(record) + conversations.messages_of(record, first, "user")
+        turns = conversations.messages_of(record, first, "user")
+        turns = conversations.with_system(record, turns)
         turns = [{**turn, "weight": 0} for turn in turns]  # the prompt
         replies = conversations.messages_of(record, second)
         role = replies[0]["role"]

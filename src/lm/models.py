@@ -39,6 +39,8 @@ logging.set_verbosity_error()  # model_files.check_complete() raises an error in
 Dtype = torch.dtype | str | None
 # what a router calls its noise
 NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+# quantizations of original models -> the settings of transformers that remove them
+DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -56,6 +58,12 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
         advice += "adapter with --init_adapter ADAPTER), which --type qlora of train.py and "
         advice += "--base_dtype 4bit of main_distributed.py quantize; if they are not quantized, "
         advice += "remove the quantization from config.json"
+        if quantization in DEQUANTIZED:  # also the original model is
+            settings = f"quantization_config=transformers.{DEQUANTIZED[quantization]}"
+            advice = (
+                f"its weights are quantized ({quantization}); use a copy in bf16: load it with "
+            )
+            advice += f"from_pretrained(NAME, {settings}(dequantize=True)), and save_pretrained"
     elif is_encoder or config.is_encoder_decoder:
         advice = f"{config.model_type} reads a text in both directions; use a causal model"
     elif type(config) not in auto_class(config)._model_mapping:

@@ -36,6 +36,7 @@ from ddp_utils.data import DataFile, Record, Unusable
 from lm import all_cores, chat_template, model_files, token_rows
 from lm.chat_template import HUMAN, Encoder, Prompt, Reply, ignoring, plain_text
 from lm.logps import Pair
+from lm.message_texts import check_not_python, messages_in
 from lm.token_rows import Rows
 
 SIDES = ("chosen", "rejected")
@@ -47,17 +48,19 @@ ARGUMENTS = ("tools", "chat_template_kwargs")  # arguments of the chat template 
 ALWAYS_READ = (*chat_template.SYSTEMS, *chat_template.WEIGHTS, *ARGUMENTS)
 # Exact names of fields of public data sets, in lower case and with _ for -. WINNERS name the better
 # response, row by row (of fields such as score_a and score_b, the first one is enough); SCORES are
-# higher for the better response; MARGINS are negative if rejected is better.
+# higher for the better response, RANKS lower; MARGINS are negative if rejected is better.
 WINNERS = {"label", "labels", "choice", "verdict", "human_label", "winner", "winner_model_a"}
 WINNERS |= {"preference", "preference_strength", "overall_preference", "overall_pref", "better_idx"}
 WINNERS |= {"better_response_id", "safer_response_id", "preferred_response", "score_a", "score_0"}
-WINNERS |= {"conv_a_rating", "response1_score"}
-WORDS = "score rating reward rewards avg_rating rm_score overall_score judge_score helpfulness"
-SCORES = {f"chosen_{word}" for word in WORDS.split()}
-SCORES |= {f"{word}_chosen" for word in WORDS.split()}
+WINNERS |= {"conv_a_rating", "response1_score", "preferred", "better", "chosen_is_better"}
+WORDS = {"score", "rating", "reward", "rewards", "avg_rating", "rm_score", "overall_score"}
+WORDS |= {"judge_score", "helpfulness", "win_rate", "elo"}
+BOTH = {"scores", "ratings", *WORDS}  # {"chosen": 9, "rejected": 1}
+SCORES = {f"chosen_{word}" for word in WORDS} | {f"{word}_chosen" for word in WORDS}
+RANKS = {"chosen_rank", "rank_chosen"}
 MARGINS = {"score", "margin"}
 for _ending in ("margin", "diff", "difference", "gap", "delta"):
-    MARGINS |= {f"{word}_{_ending}" for word in WORDS.split()}
+    MARGINS |= {f"{word}_{_ending}" for word in WORDS}
 # Two responses of a row of a public data set -> its name, and where the first one is better
 EITHER = {
     ("human_ref_A", "human_ref_B"): ("SHP", "labels is 1"),
@@ -94,14 +97,7 @@ CONTEXT |= {"prefix", "initial_reason_steps", "full_chosen", "full_rejected"}
 CONTEXT |= {"solution", "rationale", "explanation"}
 # how a text of several turns begins
 TRANSCRIPT = re.compile(r"\n\nHuman:|\s*Human:[\s\S]*\n\nAssistant:")
-# how a text begins that is the text of messages, and what it has: a role, and a text or a call
-OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
-ROLE = "system|developer|user|human|assistant|gpt|tool"
-ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?i:{ROLE})["']"""
-OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
-EXCEL = 32_767  # Excel keeps so many characters of a cell
-PARTS = [re.compile(ROLE), re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
-# what is counted of rows that are compared with others -> what to do if it is more than 1 %
+# what is counted -> what to do if it is more than 1 %; all but the last compare rows
 DUPLICATES = "exact duplicates"
 CONTRADICTIONS = "pairs contradict each other"
 REPEATED_PROMPTS = "prompts also in train_data"
@@ -109,6 +105,7 @@ COMPARED = {
     DUPLICATES: "keep one of equal rows",
     CONTRADICTIONS: "of two rows with the same responses in both orders, keep one",
     REPEATED_PROMPTS: "remove these rows from one of the files, because they are not held out",
+    chat_template.MISSING: "remove these rows if that means that there is no value",
 }
 
 
@@ -422,42 +419,6 @@ def pairs_of(record: Record) -> list[Record]:
     return records or [record._replace(data=fields)]
 
 
-def messages_in(value: Any) -> Any:
-    """Return the messages whose JSON text a value is, also of such a text; any other as it is."""
-    decoded: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        is_encoded_twice = isinstance(value, str) and value.startswith(('"[', '"{'))
-        text = data.ROWS.decode(value) if is_encoded_twice else value
-        decoded = data.ROWS.decode(text) if is_text_of_messages(text) else None
-    first = decoded.get("messages", decoded) if isinstance(decoded, dict) else decoded
-    while first and isinstance(first, list):
-        first = first[0]
-    is_message = isinstance(first, dict) and all(names & first.keys() for names in OF_MESSAGE)
-    return decoded if is_message else value
-
-
-def is_text_of_messages(value: Any) -> bool:
-    """Return whether a value is a text that looks like a list of messages, or like one of them."""
-    is_text = isinstance(value, str) and OPENING.match(value)
-    is_whole = is_text and (value.rstrip()[-1] in "]})" or len(value) >= EXCEL)
-    return bool(is_whole and all(part.search(value) for part in PARTS))
-
-
-def check_not_python(record: Record, name: str) -> None:
-    """Raise UserError if a field is the text of messages in the notation of Python or numpy."""
-    value: Any = record.data.get(name)
-    if is_text_of_messages(value):
-        try:
-            data.ROWS.decode(value)
-        except (ValueError, RecursionError) as error:
-            problem = "a text of messages that is not JSON, such as str() writes in Python"
-            if len(value) >= EXCEL:
-                problem = f"a text of messages that is cut off; Excel keeps {EXCEL:,} characters"
-            hint = "use json.dumps, or save the data as JSON Lines or Parquet"
-            problem = f"{problem} (expected messages, or their JSON text); {hint}"
-            raise UserError(f"{record.location}: {name}: {problem}") from error
-
-
 def find_format(record: Record) -> Format:
     """Return the format that has the fields of a record."""
     responses = [record.data.get(side) for side in SIDES]
@@ -519,10 +480,11 @@ def check_direction(record: Record) -> None:
             # a longer text is about something else
             word = str(value).strip().lower()
             is_wrong = word not in ("true", "chosen", "") and len(word) < 40
-        elif name in SCORES:
+        elif name in SCORES | RANKS:
             other = record.data.get(fields.get(name.replace("chosen", "rejected")))
-            is_wrong = _number(value) < _number(other)
-        elif name == "scores" and isinstance(value, dict):
+            higher, lower = (other, value) if name in RANKS else (value, other)
+            is_wrong = _number(higher) < _number(lower)
+        elif name in BOTH and isinstance(value, dict):
             is_wrong = _number(value.get("chosen")) < _number(value.get("rejected"))
         else:
             is_wrong = name in MARGINS and _number(value) < 0

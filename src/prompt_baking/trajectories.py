@@ -4,18 +4,18 @@ B rows, N tokens of all replies, D width, V vocabulary size.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ddp_utils import UserError, data
-from lm import chat_template, logps, model_files
+from lm import chat_template, logps, message_texts, model_files
 from lm.chat_template import Encoder
 
 QUESTION = ("question", "prompt", "turns", "instruction")  # GSM8K, others, MT-Bench, Alpaca
-MORE = ("context", "history")  # of a question, in Dolly and others
+MORE = ("context", "history", *chat_template.SYSTEMS)  # of a question, in Dolly and others
 
 
 class Trajectory(NamedTuple):
@@ -108,10 +108,10 @@ def _question(record: data.Record) -> str:
 
 def _first_turn(record: data.Record, name: str) -> Any:
     """Return the value of a field; of several turns or messages, the first one of the user."""
-    from lm import conversations, preference_data
+    from lm import conversations
 
-    preference_data.check_not_python(record, name)
-    value = preference_data.messages_in(record.data[name])
+    message_texts.check_not_python(record, name)
+    value = message_texts.messages_in(record.data[name])
     if name == "turns" and isinstance(value, str) and value.startswith("["):  # from CSV
         value = data.decode(value, f"{record.location}: {name}")
     if isinstance(value[0] if isinstance(value, list) and value else value, dict):
@@ -120,13 +120,10 @@ def _first_turn(record: data.Record, name: str) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
-def check_questions(path: str, questions: Sequence[str], encoder: Encoder) -> None:
-    """Raise UserError for a question that a chat template has rendered, if there is a template."""
-    for question in questions if encoder.templated else ():
-        try:
-            encoder.check_not_rendered(question)
-        except UserError as error:
-            raise UserError(f"{path}: {data.shown(question)}: {error}") from error
+def check_turns(path: str, texts: Iterable[str], encoder: Encoder) -> None:
+    """Raise UserError for a text that a chat template has rendered, if there is a template."""
+    for text in texts if encoder.templated else ():
+        encoder.check_turn(f"{path}: {data.shown(text)}", text)
 
 
 def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
@@ -163,6 +160,7 @@ def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str,
     prompts = {}
     for name in texts:
         text = data.text(data.Record(str(path), texts), name).strip()
+        check_turns(path, [text], encoder)
         if text in names:
             raise UserError(f"{path}: {name}: it is also {names[text]}; remove it")
         if prompt(encoder, text, "?") == prompt(encoder, "", "?"):

@@ -11,7 +11,7 @@ import reading
 from conftest import ROOT
 from ddp_utils import UserError, cli, data
 from ddp_utils.data import Record, Unusable
-from lm import chat_template, preference_data
+from lm import chat_template, message_texts, preference_data
 from lm.chat_template import Encoder
 from lm.models import load_tokenizer
 
@@ -32,7 +32,7 @@ SYSTEM = {"role": "system", "content": "s"}
 
 def read(row, name=None):
     """(prompt, chosen, rejected) of a row, or the reason why it is unusable."""
-    record = data.Record(WHERE, row)
+    record = preference_data.pairs_of(data.Record(WHERE, row))[0]
     try:
         return preference_data.texts_of(record, name or preference_data.find_format(record).name)
     except Unusable as reason:
@@ -148,6 +148,12 @@ WRONG = [  # fields of public data sets whose rows prefer either of two response
     {"winner": " Rejected "},
     {"response1_score": 2, "response2_score": 1},
     {"chosen-avg-rating": 3, "rejected_avg_rating": 4},
+    {"preferred": "rejected"},
+    {"chosen_is_better": False},
+    {"chosen_rank": 2, "rejected_rank": 1},
+    {"rank_chosen": 3, "rank_rejected": 1},
+    {"chosen_win_rate": 0.1, "rejected_win_rate": 0.9},
+    {"reward": {"chosen": 1, "rejected": 2}},
 ]
 OTHER = [  # fields whose names do not mean that one response is better
     {"chosen_ppl": 9.5, "rejected_ppl": 3.5},
@@ -340,7 +346,42 @@ def test_conversations_that_differ_before_the_last_message_are_unusable():
     assert read({"prompt": "2", **whole}) == "prompts differ"  # its text would be lost
 
 
+@pytest.mark.parametrize("write", [json.dumps, str])
+@pytest.mark.parametrize("role", ["model", "AI", "bot", "chatgpt", "assistant"])
+def test_a_reply_that_is_the_text_of_a_message_is_read_or_an_error(role, write):
+    """The roles are those that messages may have; Python's text is an error (see above)."""
+    sides = {side: write([{"role": role, "content": text}]) for side, text in TEXT.items()}
+    row = {"prompt": json.dumps([{"from": "Human", "value": "q"}]), **sides}
+    for prompt in (row["prompt"], "q"):
+        if write is str:
+            with pytest.raises(
+                UserError, match="^f.jsonl:7: chosen: a text of messages that is not"
+            ):
+                message_texts.check_not_python(Record(WHERE, row), "chosen")
+        else:
+            assert read({**row, "prompt": prompt}) == ([user("q")], "x", "y")
+
+
+def test_parts_of_a_content_may_be_a_list_or_its_text():
+    """A column of a table has one type, so some data sets have the text of the list."""
+    parts = {side: [{"type": "text", "text": text}] for side, text in TEXT.items()}
+    texts = {side: json.dumps(value) for side, value in parts.items()}
+    for sides in (parts, texts):
+        turns = {side: [assistant(value)] for side, value in sides.items()}
+        for row in (sides, turns):
+            assert read({"prompt": "q", **row}) == ([user("q")], "x", "y")
+    image = json.dumps([{"type": "image", "url": "u"}, {"type": "text", "text": "x"}])
+    for reply in (image, [assistant(image)]):
+        says = error_of({"prompt": "q", "chosen": reply, "rejected": "y"})
+        assert says.startswith("chosen[0].content: only text is supported")
+    results = [user("q"), assistant("?"), {"role": "tool", "content": texts["chosen"]}]
+    prompt, *_ = read({"prompt": results, **TEXT})
+    assert prompt[-1]["content"] == texts["chosen"]  # of a tool, whose format it is
+
+
 STAY = [  # texts that only resemble messages
+    '{"type": "bug", "text": "x"}',
+    '[{"type": "text", "words": "x"}]',
     "[a link](https://a.b) to {x}",
     "[1, 2]",
     '["role", "user"]',
@@ -418,12 +459,81 @@ def test_a_reply_gets_one_end_and_has_none_within(tmp_path):
     assert reading.pairs(path, encoder)[1]["dropped"] == {"an end within a reply": 1}
 
 
-def test_ends_of_another_models_replies_are_a_warning(tmp_path):
-    rows = [{"prompt": f"{n}", "chosen": "yes<|eot_id|>", "rejected": "no\n</s>"} for n in "123"]
-    (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, report = reading.pairs(tmp_path / "f.jsonl", Encoder(load_tokenizer("data/demo/model")))
-    lines = preference_data.describe_all({"train": report}, {"val": rows})
-    assert lines[1].startswith("warning: train: 3 of 3 rows have replies that end with a token")
+def warnings_about(path, rows):
+    """Return the warnings of the data report about these rows and one prompt of validation."""
+    path.write_text("\n".join(map(json.dumps, rows)))
+    _, report = reading.pairs(path, Encoder(load_tokenizer("data/demo/model")))
+    return preference_data.describe_all({"train": report}, {"val": rows})[1:]
+
+
+EDGES = ["yes<|eot_id|>", "no\n</s>", "a<turn|>", "a[|endofturn|]", "a[e~[", "a [/INST]", "a<EOD>"]
+EDGES += ["<|assistant|>\na", "ASSISTANT: a", "### Response:\na", "assistant\na"]
+
+
+@pytest.mark.parametrize("reply", EDGES)
+def test_replies_that_another_models_template_has_rendered_are_a_warning(reply, tmp_path):
+    rows = [{"prompt": f"{n}", "chosen": "an AI: yes", "rejected": reply} for n in range(3)]
+    [line] = warnings_about(tmp_path / "f.jsonl", rows)
+    assert line.startswith("warning: train: 3 of 3 rows have replies that begin with the name of")
+    rows = [{**row, "rejected": f"{reply} is what it writes"} for row in rows]
+    is_start = reply[0] in "<A#" or "\n" in reply and reply[0] == "a"
+    assert len(warnings_about(tmp_path / "f.jsonl", rows)) == is_start
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "You are X.\nYou are Y.\n\n### Input:\nQ\n\n### Response:\n",
+        "A chat between.\nLine two.\nUSER: q ASSISTANT:",
+        "Sys.\n<|user|>\nQ<|assistant|>\n",
+        "system\nS\nuser\nWhat is it?\nassistant\n",  # ChatML without special tokens
+        "<human>: Q\n<bot>:",
+        "Q [/INST]",
+    ],
+)
+def test_prompts_that_end_with_the_name_of_the_assistant_are_a_warning(prompt, tmp_path):
+    """They are rendered, but not as RENDERED knows; a single such prompt may be a task."""
+    rows = [{"prompt": f"{n} {prompt}", **TEXT} for n in range(3)]
+    [line] = warnings_about(tmp_path / "f.jsonl", rows)
+    assert line.startswith("warning: train: 3 of 3 rows have prompts that end with the name of")
+    rows = [{**row, "prompt": f"{row['prompt']} or not?"} for row in rows]
+    assert warnings_about(tmp_path / "f.jsonl", [*rows, {"prompt": prompt, **TEXT}]) == []
+
+
+def test_replies_that_stand_for_no_value_are_a_warning_above_1_percent(tmp_path):
+    """pandas writes them with astype(str); None may also be the answer to a question."""
+    for value in ("nan", "None", "null"):
+        rows = [{"prompt": f"{n}", "chosen": "x", "rejected": "y"} for n in range(100)]
+        rows[0]["rejected"] = value
+        assert warnings_about(tmp_path / "f.jsonl", rows) == []
+        rows[1]["chosen"] = value
+        [line] = warnings_about(tmp_path / "f.jsonl", rows)
+        assert line.startswith("warning: train: 2 replies are nan, None or null; remove these rows")
+    row = {"instruction": "q", **TEXT}
+    for value in ("nan", "<noinput>", "", None):
+        assert read({**row, "input": value}) == ("q", "x", "y")
+    assert read({**row, "input": "nano"}) == ("q\nnano", "x", "y")
+
+
+def test_a_system_text_that_the_messages_repeat_is_there_once():
+    turns = [{"role": "system", "content": "S "}, user("q")]
+    rows = [{"prompt": turns, "chosen": "x", "rejected": "y"}]
+    rows += [{"chosen": [*turns, assistant("x")], "rejected": [*turns, assistant("y")]}]
+    for row in rows:
+        assert read({**row, "system": "S"}) == read(row) == (turns, "x", "y")
+        assert error_of({**row, "system": "T"}).startswith("system: the messages begin with anot")
+
+
+def test_a_template_whose_tokens_the_tokenizer_lacks_is_a_warning(capsys):
+    """The template of a chat model, with the tokenizer of a base model: replies get its end."""
+    tokenizer = load_tokenizer("data/demo/model")
+    tokenizer.chat_template = tokenizer.chat_template.replace("im_end", "im_stop")
+    encoder = Encoder(tokenizer)
+    assert (encoder.end_text, encoder.end) == ("", tokenizer.eos_token_id)
+    says = "warning: --chat_template writes <|im_stop|> behind a reply, which is no token of this"
+    assert says in capsys.readouterr().out
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert Encoder(tokenizer).end_text == "" and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])
@@ -616,6 +726,10 @@ def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_
     path.write_text(json.dumps({"system": "s", "prompt": begin, "completion": "x"}))
     with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
         reading.texts(path, Encoder(tokenizer))
+    later = [user("q"), assistant("a"), user(begin)]
+    path.write_text(json.dumps({"prompt": later, "completion": [assistant("x")]}))
+    with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
+        reading.texts(path, Encoder(tokenizer))
     path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
     if "<|im_start|>" in begin:  # it would be the token with which this template begins a turn
         with pytest.raises(UserError, match=r"f.jsonl:1: prompt: contains <\|im_start\|>, with"):
@@ -645,7 +759,7 @@ def test_white_space_costs_no_more_than_its_length():
     encoder = Encoder(load_tokenizer("data/demo/model"))
     for text in (" " * 1000 + "x = 1", "x" + " " * 10_000 + "y"):
         start = time.process_time()
-        encoder.check_not_rendered(text)
+        encoder.check_turn("prompt", text)
         assert time.process_time() - start < 2
 
 

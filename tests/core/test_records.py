@@ -107,6 +107,20 @@ def test_what_json_cannot_mean_is_located_by_line(tmp_path):
         assert error_of(file).startswith(f": not JSON: {says}")
 
 
+def test_a_table_in_one_object_is_one_line_that_names_the_way_out(tmp_path):
+    """As pandas' to_json() and many programs write it; a row may consist of messages alone."""
+    columns = {"prompt": {"0": "a", "1": "b"}, "chosen": {"0": "c", "1": "d"}}
+    for table in (columns, {"data": [{"prompt": "a"}, {"prompt": "b"}]}):
+        (tmp_path / "f.json").write_text(json.dumps(table))
+        with pytest.raises(
+            UserError, match='f.json:1: one object with all rows .*orient="records"'
+        ):
+            [*data.read(tmp_path / "f.json")]
+    for row in ({"messages": [{"role": "user", "content": "a"}]}, {"a": ["b"]}, {"a": {}}, {}):
+        (tmp_path / "f.json").write_text(json.dumps(row))
+        assert [record.data for record in data.read(tmp_path / "f.json")] == [row]
+
+
 def test_with_skip_a_bad_line_is_a_record_that_holds_its_error(tmp_path):
     rows = read(write(tmp_path, GOOD + b"\n{\n7\n" + GOOD), skip=True)
     assert [type(record.data) for record in rows] == [dict, UserError, UserError, dict]

@@ -82,6 +82,7 @@ REFUSED = [  # changes of an item, what the line says
     ({"mutable_positions": ["B3"]}, "mutable_positions: B3: 0 residues B3 in bundle"),
     ({"mutable_positions": 3}, "mutable_positions: 3 (expected a list of residues, such as"),
     ({"preferred_ddg": 1.5}, "preferred_ddg: not supported; put the better sequence first, or"),
+    ({"score_preferred": 1}, "score_preferred: not supported; put the better sequence first, or"),
     ({"preference": 1}, "preference: not supported; put the better sequence first"),
     ({"mutable_positions": "x"}, "mutable_positions: 'x' is not a residue (expected 52, A52 or"),
     ({"mutable_positions": 0}, "mutable_positions: 0 (expected a list of residues, such as"),
@@ -114,6 +115,19 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
         assert str(caught.value).startswith(f"{tmp_path}/items.json[0]: ")
         found, report = read(tmp_path, SINGLE, item, on_bad_record="skip")
         assert len(found) == 1 and report["dropped"] == {"malformed": 1}
+
+
+def test_a_ddg_beside_a_mutant_and_its_wild_type_fits_their_order(tmp_path):
+    """Above 0 the mutant is less stable, so the wild type is preferred, unless that is set."""
+    wild_type = structure.read(INPUT / SINGLE["pdb_file"]).sequence
+    mutant = ("A" if wild_type[0] != "A" else "L") + wild_type[1:]
+    first = plain(preferred_seq=wild_type, unpreferred_seq=mutant)
+    second = plain(preferred_seq=mutant, unpreferred_seq=wild_type)
+    for item, ddg, stable_ddg in ((first, 2, "negative"), (second, "2.0", "positive")):
+        assert read(tmp_path, {**item, "ddG": ddg}, stable_ddg=stable_ddg)[0][0].sign
+        with pytest.raises(UserError, match=r"items.json\[0\]: ddg: .* swap the two, or remove it"):
+            read(tmp_path, {**item, "ddG": f"-{ddg}"}, stable_ddg=stable_ddg)
+    assert read(tmp_path, {**SINGLE, "ddg": -3})[0]  # neither is the wild type
 
 
 def test_the_sequences_of_two_chains_are_in_their_order(tmp_path):

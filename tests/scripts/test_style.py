@@ -25,20 +25,20 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (32, 6000),
-    "train": (33, 6060),
-    "train_loop": (34, 5830),
-    "generate_data": (26, 5050),
+    "main_distributed": (33, 6120),
+    "train": (34, 6210),
+    "train_loop": (35, 5980),
+    "generate_data": (27, 5200),
     "dpo_inv.run_dpo_ddp": (26, 4790),
     "dpo_inv.inference": (18, 3450),
     "ad.train": (23, 3890),
     "ad.evaluate": (15, 2580),
 }
-AFTER_THE_DEMO = (35, 6300)  # of main_distributed.py, DDP: files and lines that it has imported
-SHARED = (17, 3280)  # files and lines of ddp_utils without tools/; the goal is 2,100
+AFTER_THE_DEMO = (36, 6420)  # of main_distributed.py, DDP: files and lines that it has imported
+SHARED = (17, 3330)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2910, "ad.train": 2910}
-PYTHON = 14530  # outside tests; the goal is 11,000
+PYTHON = 14690  # outside tests; the goal is 11,000
 SHELL_LINES = 295
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

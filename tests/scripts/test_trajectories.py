@@ -82,6 +82,26 @@ def test_what_belongs_to_a_question_is_read_or_named(tmp_path):
     assert ignored == ["When did it start?"]
 
 
+def test_the_system_text_of_a_question_is_named(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"prompt": "Why?", "system": "Be brief."}])
+    with pytest.raises(UserError, match="q.jsonl:1: system: it may belong to the question; .*"):
+        trajectories.read_questions(path)
+    assert trajectories.read_questions(path, columns="ignored_system=system") == ["Why?"]
+
+
+def test_prompts_and_questions_that_a_template_has_rendered_are_errors(encoder, tmp_path):
+    (tmp_path / "p.txt").write_text("<|im_start|>system\nBe loud.<|im_end|>")
+    with pytest.raises(UserError, match="p.txt: .*: begins with .*; use messages, or --chat_templ"):
+        trajectories.read_prompts(str(tmp_path / "p.txt"), encoder, {})
+    for text in ("<|im_start|>user\nHi", "Be brief.\nHi<|im_end|>\n<|im_start|>assistant\n"):
+        with pytest.raises(UserError, match="q.txt: '.*: (begins with|contains) .*--chat_template"):
+            trajectories.check_turns("q.txt", ["Why?", text], encoder)
+        for system, question in (("Loud.", text), (text, "Why?")):
+            with pytest.raises(UserError, match="^prompt: (begins with|contains) "):
+                trajectories.prompt(encoder, system, question)
+        trajectories.check_turns("q.txt", [text], Encoder(encoder.tokenizer, "none"))
+
+
 def test_questions_in_lines_and_tables(tmp_path):
     (tmp_path / "q.txt").write_text("Why?\n\n  How?  \r\nWhy?\n")
     assert trajectories.read_questions(tmp_path / "q.txt") == ["Why?", "How?"]
