@@ -81,7 +81,10 @@ def cpus() -> int:
 
 
 def start_of(process: int) -> float:
-    """Return when a process was started, in seconds of time.monotonic(); 0 if that is unknown."""
+    """Return when a process was started, in seconds since the system was; 0 if that is unknown.
+
+    The seconds of a suspended system count, as in CLOCK_BOOTTIME.
+    """
     try:  # the 22nd field, in ticks since the system was started
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -28,10 +28,12 @@ MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 ALONE = World()
 
-# settings that change no number, so that they may differ when a run is resumed
-FREE = """check debug restart log_every save_every keep_checkpoints cache_dir result_dir out_dir
-output_dir stop_after_minutes timeout_minutes config deepspeed report_to bucket_mb
-ckpt_interval eval_interval gen_interval summary_interval test_batch_size sample_batch_size"""
+# settings that change no number, so that they may differ when a run is resumed, and between ranks
+LOCAL = """check debug restart log_every keep_checkpoints cache_dir result_dir out_dir output_dir
+stop_after_minutes timeout_minutes config deepspeed report_to"""
+# these must be equal on all ranks, which save, evaluate and sample together
+FREE = f"""{LOCAL} save_every bucket_mb ckpt_interval eval_interval gen_interval summary_interval
+test_batch_size sample_batch_size"""
 # these may differ as well, and a line is printed
 ANNOUNCED = """max_steps num_epochs train_timesteps save_best judge num_samples strategy
 use_fsdp fsdp_config use_deepspeed deepspeed_config sharding_config"""
@@ -148,6 +150,17 @@ def read(path: Path, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return load_file(path / names[rank if len(names) > 1 else 0]), manifest
 
 
+def check_alike(main: dict, own: dict, rank: int) -> None:
+    """Raise UserError if a rank has other settings, data or code than rank 0, as on another node.
+
+    main, own: name -> value, of rank 0 and of this rank.
+    """
+    lines = [*differences(main, own, LOCAL.split()).values()]
+    if lines:
+        problem = f"differs from rank 0: {', '.join(lines[:3])}"
+        raise UserError(f"rank {rank} {problem}; use one command, and the same files, on all nodes")
+
+
 def check_seen(path: Path, rank: int) -> None:
     """Raise UserError if this rank does not see a folder that rank 0 sees."""
     if not path.exists():
@@ -227,7 +240,8 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
         return FolderState("finished", [line])
     path, damaged = find_newest(folder / "checkpoints")
     problems = [f"{bad} is not used: {problem}" for bad, problem in damaged]
-    if is_new or (changed and not path and not damaged):
+    conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
+    if is_new or (conflicts and not path and not damaged):
         check_inputs_stay(folder, settings)
         check_model_folder(spec)  # the earlier run is moved aside, but not its model
         return FolderState("move aside")
@@ -237,7 +251,6 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
         check_model_folder(spec)
     manifest = read_manifest(path) if path else {"step": 0, "metrics_bytes": 0}
     step, layout = manifest["step"], manifest.get("shard_layout")
-    conflicts = [line for name, line in changed.items() if name not in ANNOUNCED.split()]
     if step > spec.steps:
         conflicts.append(f"max_steps: {step} are done -> {spec.steps}")
     # FSDP can also read one file, DeepSpeed cannot
@@ -379,6 +392,8 @@ def move_aside(path: Path) -> Path:
     target = path.with_name(f"{path.name}.{number}")
     try:
         return path.rename(target)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV):
+            raise  # EBUSY: another disk is mounted there
         problem = f"cannot be moved to {target} ({error.strerror})"
         raise UserError(f"{path}: {problem}; use another folder") from error

@@ -468,6 +468,7 @@ _launcher_pid: int | None = None
 _world = World()
 warnings: list[str] = []  # of this script
 _signals: list[int] = []  # each of stop_signals() that this process has received
+_asks = False  # whether the script calls stop_requested(), as it does once it can save
 
 
 def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
@@ -487,13 +488,15 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
     gc.enable()
     try:
         for number in stop_signals() if saves else ():
-            signal.signal(number, lambda number, _frame: _signals.append(number))
+            signal.signal(number, _receive)
         with contextlib.suppress(UserError):  # main() raises it, unless it needs no other rank
             _world = whoami()
         if _world.launcher not in ("python", "environment"):  # a shell may end before
             _launcher_pid = os.getppid()
         if "TORCHELASTIC_RUN_ID" in os.environ:  # it may have started these ranks again
-            _started = start_of(os.getppid()) or _started
+            start = start_of(os.getppid())
+            if start:  # while a system is suspended, time.monotonic() stands still
+                _started = time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start)
         code = main() or 0
         if dist.is_initialized():
             dist.barrier()
@@ -507,12 +510,21 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
         os._exit(code)
 
 
+def _receive(number: int, _frame: object) -> None:
+    """Keep a signal for stop_requested(); end at once if the script has not asked for one yet."""
+    _signals.append(number)
+    if not _asks:
+        raise Stop("stopped before the first step; run the same command again", 85)
+
+
 def stop_requested(minutes: float = 0.0, last_save: float = 0.0) -> bool:
     """Return whether this process should save and stop.
 
     The reason is a signal, a time limit in minutes (0: none), that the launcher has ended, or that
     the job is about to end; last_save: seconds that the last checkpoint took.
     """
+    global _asks
+    _asks = True
     is_late = 0 < minutes * 60 <= time.monotonic() - _started or job_is_ending(last_save)
     return bool(_signals) or is_late or _launcher_pid not in (None, os.getppid())
 

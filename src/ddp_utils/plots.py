@@ -1,6 +1,7 @@
 """Curves of a run, drawn from its metrics.jsonl: one picture for each kind of quantity."""
 
 import contextlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -149,8 +150,10 @@ def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
         if rows and split == "train":
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             window = max(1, len(values) // 20)
-            parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-            values = [sum(part) / len(part) for part in parts]
+            sums = [0.0, *itertools.accumulate(values)]
+            before = [0.0] * window + sums  # the sum without the last `window` values
+            pairs = enumerate(zip(sums[1:], before[1:], strict=False), start=1)
+            values = [(total - old) / min(end, window) for end, (total, old) in pairs]
         if rows:
             (curve,) = axis.plot(steps, values, color=color, **style)
             if len(rows) == 1 and split == "train":

@@ -9,6 +9,7 @@ import functools
 import math
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,6 +207,8 @@ class Policy:
         """Update the weights and the learning rate; fp16 skips the weights after an overflow."""
         if self.loss_scale.allows_step(grad_norm):
             optimizer.step()
+        else:  # the schedule counts the step nevertheless
+            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
 

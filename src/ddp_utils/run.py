@@ -198,11 +198,21 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA requires this
             torch.use_deterministic_algorithms(True)
         self.changes = ""  # of the script, to the project's
+        if world.world_size > 1:
+            own = settings_of(config) | spec.inputs | {"steps": spec.steps} | code_digests()
+            facts = distributed.on_main(world, lambda: own)
+            distributed.on_each(world, lambda: checkpoints.check_alike(facts, own, world.rank))
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         if spec.shard_layout:
             distributed.on_each(world, lambda: checkpoints.check_seen(self.folder, world.rank))
+        elif not world.is_one_node:
+            is_hidden = torch.tensor(float(not self.folder.exists()), device=world.device)
+            if distributed.all_sum(is_hidden, world):
+                hint = "a stopped run needs a folder that all nodes can read"
+                self.say(f"warning: not all nodes see {self.folder}: {hint} to be resumed")
         self.step = self.saved = self.done
         self.interrupted: dict[str, Tensor] = {}  # the tables of EVALUATION, until they are used
+        distributed.stop_requested()  # from here on, a signal waits until the run can save
 
     def _open(self) -> int:
         """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""
@@ -298,6 +308,14 @@ class Run:
             self.say(text if text.startswith("warning: ") else row("data", text))
         self.write_json("data_report.json", self.spec.report)
 
+    def _note_best(self, step: int, values: Values) -> None:
+        """Note, with save_best, a validation with the lowest loss so far."""
+        loss = values.get("loss", values.get("kl", math.inf))
+        lowest = self.results.get("best", {"loss": math.inf})["loss"]
+        if self.spec.save_best and step and loss < lowest:
+            self.results["best"] = {"loss": loss, "step": step}
+            self.best_validation = dict(values)
+
     def log(self, step: int, values: Values, split: str = "train", echo: bool = True) -> None:
         """Append one line to metrics.jsonl in full precision.
 
@@ -307,11 +325,7 @@ class Run:
             self.step = step
         if split == "val":
             self.validated = step
-            loss = values.get("loss", values.get("kl", math.inf))
-            lowest = self.results.get("best", {"loss": math.inf})["loss"]
-            if self.spec.save_best and step and loss < lowest:
-                self.results["best"] = {"loss": loss, "step": step}
-                self.best_validation = dict(values)
+            self._note_best(step, values)
         if not self.world.is_main:
             return
         line = {"split": split, "step": step, **finite(values)}
@@ -407,6 +421,8 @@ class Run:
             self.warnings = self.results.pop("warnings", []) + self.warnings
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
+            if self.validated == self.done:  # it may not have had it
+                self._note_best(self.done, self.results["val"])
             now, before = str(policy.precision), manifest.get("precision")
             if before not in (None, now):
                 line = f"the model computes in {now}, until step {self.done} in {before}"

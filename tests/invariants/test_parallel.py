@@ -1,5 +1,9 @@
 """Wrap, backward, clip, step, state: on one rank and several, and what travels between them."""
 
+import math
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -106,6 +110,18 @@ def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_2000_good_ste
     assert all(scale.allows_step(1.0) for _ in range(2000)) and scale.scale == 65536
     off = LossScale(enabled=False)
     assert off.allows_step(float("nan")) and off.scale == 1.0
+
+
+def test_a_first_step_that_overflows_is_no_warning_of_the_schedule():
+    """torch's advice on the order of two calls: the first was skipped, and the schedule counts."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    weight.grad = torch.ones(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Policy.step(SimpleNamespace(loss_scale=LossScale(True)), optimizer, schedule, math.inf)
+    assert (weight.item(), schedule.get_last_lr()) == (1, [0.5])
 
 
 def test_a_loss_scale_is_loaded_in_fp16_alone():

@@ -173,7 +173,7 @@ def test_the_time_of_a_run_begins_with_the_launcher_that_restarts_its_ranks(tmp_
 from ddp_utils import distributed, start_of
 begin = time.monotonic()
 def main():
-    assert distributed._started == start_of(os.getppid()) < begin, distributed._started
+    assert abs(distributed._started - start_of(os.getppid())) < 1, distributed._started
     assert 0 < begin - start_of(os.getpid()) < 900 and start_of(2**30) == 0
     if attempt == 0:
         os.kill(os.getpid(), 9)

@@ -1,6 +1,8 @@
 """Curves: pictures of a metrics.jsonl with names for people, whose lines have its values."""
 
 import json
+import math
+import time
 
 import pytest
 from matplotlib.figure import Figure
@@ -62,6 +64,18 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path):
     rows = [{"split": "train", "step": step, "costs $5_$ or 50 %": 1.0} for step in (1, 2)]
     plots.draw_others(tmp_path, rows)  # with its pixels
     assert (tmp_path / "others.png").stat().st_size > 1000
+
+
+def test_the_strong_line_is_the_mean_of_the_last_twentieth(tmp_path, no_pixels):
+    """Of 60 steps the last three, or as many as there are; of 40,000 in seconds, not minutes."""
+    losses = [math.sin(step) + 2 for step in range(60)]
+    plots.draw(folder_with(tmp_path, [line("train", n, loss) for n, loss in enumerate(losses)]))
+    drawn = no_pixels["loss.png"].axes[0].lines[-1].get_ydata()
+    means = [sum(losses[max(0, n - 2) : n + 1]) / min(n + 1, 3) for n in range(60)]
+    assert drawn == pytest.approx(means, rel=1e-12)
+    axis, start = Figure().subplots(), time.process_time()
+    plots.draw_curve(axis, [line("train", n) for n in range(40_000)], "loss", "C0")
+    assert time.process_time() - start < 2  # 0.1 s, and 2 s with a list for each step
 
 
 def test_one_step_is_a_point(tmp_path, no_pixels):

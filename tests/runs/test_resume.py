@@ -1,6 +1,8 @@
 """A killed run resumes bit-identically; without all of its state it would not."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import runs
 from conftest import ROOT
 from ddp_utils import checkpoints, run
 from dpo_inv import run_dpo_ddp
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +264,63 @@ def test_an_unfinished_run_without_a_checkpoint_begins_again_or_makes_way(tmp_pa
     assert faults.start(1, folder, *flags, fault=(faults.kill_in_backward, 0, 2)).codes == [-9]
     other = faults.start(1, folder, *flags, "--beta", "0.3", fault=(faults.kill_in_backward, 0, 2))
     assert f"moved to {folder}.1" in other.logs[0]
-    again = faults.start(1, folder, *flags, "--beta", "0.3")
-    assert "resumes after step 0" in faults.finished(again).logs[0]
-    assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 13))
+    again = faults.start(1, folder, *flags, "--beta", "0.3", "--max_steps", "11")
+    log = faults.finished(again).logs[0]  # what the reference has scored is kept
+    assert "max_steps: 12 -> 11, from here on" in log and "resumes after step 0" in log
+    assert [line["step"] for line in runs.lines(folder, "train")] == list(range(1, 12))
+
+
+def test_with_save_best_from_a_resumed_step_on_its_validation_counts(tmp_path):
+    """Chosen and rejected are swapped in the validation data, so training makes it worse."""
+    rows = [json.loads(line) for line in Path(runs.PAIRS).read_text().splitlines()]
+    rows = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    (tmp_path / "swapped.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = [*runs.FULL, *runs.words("--learning_rate 3e-3 --lr_scheduler constant --save_every 4")]
+    flags += ["--val_data", str(tmp_path / "swapped.jsonl")]
+    folder = tmp_path / "run"
+    assert faults.start(1, folder, *flags, fault=(faults.kill_in_backward, 0, 5)).codes == [-9]
+    faults.finished(faults.start(1, folder, *flags, "--save_best"))
+    first, *later = [row["loss"] for row in runs.lines(folder, "val") if row["step"]]
+    assert first < min(later)
+    assert faults.summary(folder)["best"] == {"loss": first, "step": 4}
+
+
+# --- ranks that were started by hand, with a command for each node -------------------------------
+
+
+def on_its_own_node(folder, flags, own):
+    """A rank of two nodes that share no disk; own: more flags of rank 1."""
+    runs.hurry()
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.chdir(Path(folder) / rank)
+    how = [*faults.STEPS, "--max_steps", "1", *flags, *(own if rank == "1" else ())]
+    return main_distributed.main([*how, "--result_dir", "run"])
+
+
+def test_nodes_that_were_started_differently_are_one_line(tmp_path):
+    rows = Path(runs.PAIRS).read_text()
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "rows.jsonl").write_text(rows.replace("e", "a", int(rank)))
+    both = [str(tmp_path), ["--train_data", "rows.jsonl"], []]
+    for arguments, says in (
+        ([str(tmp_path), [], ["--beta", "0.5"]], "beta: 0.1 -> 0.5"),
+        (both, r"content of train: \w+ -> \w+"),
+    ):
+        outcome = run_ranks(2, on_its_own_node, *arguments)
+        assert outcome.codes == [2, 2], outcome.logs
+        says = rf"error: rank 1 differs from rank 0: .*{says}.*; use one command, and the same"
+        assert outcome.logs[0] == "" and re.search(says, outcome.logs[1]), outcome.logs
+        assert not (tmp_path / "0/run").exists()
+
+
+def test_a_run_folder_that_one_node_alone_sees_is_a_warning(tmp_path):
+    """The run itself needs no other; what a rank prints or caches may differ."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    own = ["--log_every", "7", "--cache_dir", "mine"]
+    log = faults.finished(run_ranks(2, on_its_own_node, str(tmp_path), [], own)).logs[0]
+    says = "warning: not all nodes see run: a stopped run needs a folder that all nodes can read"
+    assert says in " ".join(log.split())
+    assert (tmp_path / "0/run/model").exists() and not (tmp_path / "1/run").exists()

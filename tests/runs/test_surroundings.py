@@ -4,6 +4,7 @@ The second clone lies in a folder with a blank, and its package prints a line wh
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -309,14 +310,16 @@ def test_a_link_to_nowhere_above_a_generated_file_is_named(tmp_path):
     assert code == 2 and f"{tmp_path}/jobs is a link to {tmp_path}/nowhere" in error
 
 
-def test_a_folder_that_may_not_be_renamed_is_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY])  # busy: a disk is mounted there
+def test_a_folder_that_cannot_be_renamed_is_one_line(code, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
 
     def rename(path, target):
-        raise PermissionError(13, "Permission denied", str(path))
+        raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(type(tmp_path), "rename", rename)
-    with pytest.raises(UserError, match="run: cannot be moved to .*run.1 .Permission denied"):
+    says = f"run: cannot be moved to .*run.1 .{os.strerror(code)}"
+    with pytest.raises(UserError, match=says):
         checkpoints.move_aside(tmp_path / "run")
 
 

@@ -166,16 +166,22 @@ def test_a_wrong_flag_is_one_line(words, line):
 
 def test_a_signal_ends_a_program_that_saves_nothing():
     code = "import os, signal, sys; sys.path.insert(0, 'src'); from ddp_utils import distributed; "
-    code += "distributed.run(lambda: os.kill(os.getpid(), signal.SIGTERM), saves=SAVES)"
+    code += "distributed.run(lambda: ASKS or os.kill(os.getpid(), signal.SIGTERM), saves=SAVES)"
+    asks = code.replace("ASKS", "distributed.stop_requested()")
     for saves, status in ((False, -signal.SIGTERM), (True, 0)):
-        assert run("-c", code.replace("SAVES", str(saves))).returncode == status
-    assert run("-c", code.replace("SAVES", "True").replace("TERM", "HUP")).returncode == 0
+        assert run("-c", asks.replace("SAVES", str(saves))).returncode == status
+    assert run("-c", asks.replace("SAVES", "True").replace("TERM", "HUP")).returncode == 0
+    # before it has asked whether it should stop, it has nothing to save
+    result = run("-c", code.replace("ASKS", "False").replace("SAVES", "True"))
+    line = "stopped before the first step; run the same command again\n"
+    assert (result.returncode, result.stdout, result.stderr) == (85, line, "")
 
 
 def test_a_run_under_nohup_is_not_asked_to_stop_when_the_terminal_is_closed():
     code = "import os, signal, sys; sys.path.insert(0, 'src'); from ddp_utils import distributed; "
-    code += "signal.signal(signal.SIGHUP, IGNORED); distributed.run(lambda: os.kill(os.getpid(), "
-    code += "signal.SIGHUP) or distributed.stop_requested())"
+    code += "signal.signal(signal.SIGHUP, IGNORED); distributed.run(lambda: distributed."
+    code += "stop_requested() or os.kill(os.getpid(), signal.SIGHUP) or "
+    code += "distributed.stop_requested())"
     for before, stops in (("signal.SIG_IGN", 0), ("signal.SIG_DFL", 1)):
         assert run("-c", code.replace("IGNORED", before)).returncode == stops
 

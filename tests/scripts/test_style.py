@@ -29,15 +29,15 @@ REACHED = {
     "train": (34, 6210),
     "train_loop": (35, 5980),
     "generate_data": (27, 5200),
-    "dpo_inv.run_dpo_ddp": (26, 4790),
-    "dpo_inv.inference": (18, 3450),
-    "ad.train": (23, 3890),
-    "ad.evaluate": (15, 2580),
+    "dpo_inv.run_dpo_ddp": (26, 4860),
+    "dpo_inv.inference": (18, 3520),
+    "ad.train": (23, 3950),
+    "ad.evaluate": (15, 2640),
 }
 AFTER_THE_DEMO = (36, 6420)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3330)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
-SHARED_OF = {"dpo_inv.run_dpo_ddp": 2910, "ad.train": 2910}
+SHARED_OF = {"dpo_inv.run_dpo_ddp": 2970, "ad.train": 2970}
 PYTHON = 14690  # outside tests; the goal is 11,000
 SHELL_LINES = 295
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
