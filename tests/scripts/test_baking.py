@@ -214,7 +214,7 @@ def test_replies_that_are_cut_are_counted(tmp_path, capsys):
 def test_a_question_that_a_template_has_rendered_is_one_line(text, made, tmp_path):
     file = tmp_path / "q.json"
     file.write_text(json.dumps([{"question": "Why?"}, {"question": text}]))
-    message = f"{re.escape(str(file))}: .*: prompt: begins with .* .expected text without a templ"
+    message = f"{re.escape(str(file))}: .*: begins with .* .expected text without a templ"
     with pytest.raises(UserError, match=message):
         generate(tmp_path, "--question_dataset", str(file))
     with pytest.raises(UserError, match=message):

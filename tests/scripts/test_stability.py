@@ -403,7 +403,7 @@ def test_margins_of_pairs_are_read_and_needed_where_they_count(tmp_path):
         (tmp_path / "p.json").write_text(json.dumps([item | more]))
         [pair], _ = read(tmp_path / "p.json")
         assert pair.margin == margin or math.isnan(margin) and math.isnan(pair.margin)
-    (tmp_path / "p.json").write_text(json.dumps([item | {"ddG": -1}]))
+    (tmp_path / "p.json").write_text(json.dumps([item | {"ddG": 1}]))
     assert [*read(tmp_path / "p.json")[1]["notes"]] == ["not read: ddg"]
     (tmp_path / "p.json").write_text(json.dumps([item | {"margin_kcal": -1}]))
     with pytest.raises(UserError, match=r"margin_kcal: must be >= 0 \(or swap .*\), not -1"):
