@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = models.load_tokenizer(config.model_name)
     kwargs = config.chat_template_kwargs
     encoder = Encoder(tokenizer, config.chat_template, kwargs=kwargs, date=ANY_DAY)
-    trajectories.check_turns(config.x0_file, [x0], encoder)
+    trajectories.check_turns(config.x0_file, [x0], encoder, "system")
     trajectories.check_turns(path, questions, encoder)
     unknown = model_files.unknown(tokenizer, [x0, *questions[:1000]])
     for warning in model_files.describe_unknown(path, unknown):

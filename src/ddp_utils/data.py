@@ -144,8 +144,6 @@ def read(path: AnyPath, limit: int = -1, skip: bool = False, columns: str = "") 
         if isinstance(data, dict):
             # pandas writes NaN where a row has no value
             data = {name: None if value != value else value for name, value in data.items()}
-            if record is None:
-                check_layout(location, data)
             # a column with the name that another column gets would hide that one
             here = {name: column for name, column in theirs.items() if column in data}
             renamed = {*here, *here.values()}
@@ -234,15 +232,18 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield f"{path}:{number}", decode(line, path, number, ROWS)
+                value = decode(line, path, number, ROWS)
+                if "\n" not in text.strip():
+                    check_layout(f"{path}:{number}", value)
+                yield f"{path}:{number}", value
             except UserError as error:
                 hint = "each line must hold one {...}, or the file one list of them"
                 yield f"{path}:{number}", UserError(f"{error}; {hint}")
 
 
-def check_layout(location: str, row: dict) -> None:
-    """Raise UserError if an object is a whole table, such as pandas' {column: {"0": value}}."""
-    values = [*row.values()]
+def check_layout(location: str, row: Any) -> None:
+    """Raise UserError if the only row of a file is a table, such as {column: {"0": value}}."""
+    values = [*row.values()] if isinstance(row, dict) else []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else []
     # a list of messages may be the only field of a row
     is_list = items and all(isinstance(x, dict) and not {"role", "from"} & x.keys() for x in items)

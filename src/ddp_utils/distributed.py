@@ -511,10 +511,13 @@ def run(main: Callable[[], int | None], saves: bool = True) -> NoReturn:
 
 
 def _receive(number: int, _frame: object) -> None:
-    """Keep a signal for stop_requested(); end at once if the script has not asked for one yet."""
+    """Keep a signal for stop_requested(); end at once if the script has not asked for one yet.
+
+    SystemExit passes through all that handles errors of rows and of templates.
+    """
     _signals.append(number)
     if not _asks:
-        raise Stop("stopped before the first step; run the same command again", 85)
+        raise SystemExit(85)
 
 
 def stop_requested(minutes: float = 0.0, last_save: float = 0.0) -> bool:
@@ -545,6 +548,9 @@ def report(error: BaseException) -> None:
     """Print why this process ends, unless another rank of the group does."""
     if isinstance(error, Stop) and _world.is_main:  # all ranks stop together
         print(error)
+    is_early = isinstance(error, SystemExit) and _signals and not _asks and _world.is_main
+    if is_early and _is_first_to_fail(error, lost_peer=False):
+        print("stopped before the first step; run the same command again")
     is_silent = isinstance(error, (Stop, SystemExit, KeyboardInterrupt))
     lost_peer = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
     if is_silent or not _is_first_to_fail(error, lost_peer):

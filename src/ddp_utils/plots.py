@@ -1,17 +1,18 @@
 """Curves of a run, drawn from its metrics.jsonl: one picture for each kind of quantity."""
 
 import contextlib
-import itertools
 import json
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ddp_utils import UserError, cli, data
 from ddp_utils.terminal import METRICS, Metric
@@ -150,10 +151,8 @@ def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
         if rows and split == "train":
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             window = max(1, len(values) // 20)
-            sums = [0.0, *itertools.accumulate(values)]
-            before = [0.0] * window + sums  # the sum without the last `window` values
-            pairs = enumerate(zip(sums[1:], before[1:], strict=False), start=1)
-            values = [(total - old) / min(end, window) for end, (total, old) in pairs]
+            parts = sliding_window_view(np.pad(values, (window - 1, 0)), window)
+            values = parts.sum(axis=1) / np.minimum(np.arange(1, len(values) + 1), window)
         if rows:
             (curve,) = axis.plot(steps, values, color=color, **style)
             if len(rows) == 1 and split == "train":

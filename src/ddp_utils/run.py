@@ -199,7 +199,9 @@ class Run:
             torch.use_deterministic_algorithms(True)
         self.changes = ""  # of the script, to the project's
         if world.world_size > 1:
-            own = settings_of(config) | spec.inputs | {"steps": spec.steps} | code_digests()
+            settings = settings_of(config).items()
+            own: dict[str, Any] = {name: value for name, value in settings if "/" not in str(value)}
+            own |= spec.inputs | {"steps": spec.steps} | code_digests()  # of paths, the content
             facts = distributed.on_main(world, lambda: own)
             distributed.on_each(world, lambda: checkpoints.check_alike(facts, own, world.rank))
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
@@ -422,7 +424,7 @@ class Run:
             if self.spec.save_best is False:  # an earlier start may have had it
                 self.results.pop("best", None)
             if self.validated == self.done:  # it may not have had it
-                self._note_best(self.done, self.results["val"])
+                self._note_best(self.done, self.results.get("val", {}))
             now, before = str(policy.precision), manifest.get("precision")
             if before not in (None, now):
                 line = f"the model computes in {now}, until step {self.done} in {before}"

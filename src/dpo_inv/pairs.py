@@ -124,9 +124,9 @@ def read(
         pair = _pair(record._replace(data=fields), path, backbones, convention)
         if is_mutant:
             signs.append(pair.sign)
-        elif ddg is None and fields.get("ddg") and pair.sign:  # of a mutant and its wild type
-            number = read_number(record._replace(data=fields), "ddg")
-            if (number > 0) != (pair.sign == (1 if convention.stable_ddg == "positive" else -1)):
+        elif ddg is None and "ddg" in fields:  # of a mutant and its wild type; it may have no sign
+            worse = -1 if convention.stable_ddg == "negative" else 1
+            if pair.sign == worse and str(fields["ddg"]).lstrip().startswith("-"):
                 problem = "does not mean that preferred_seq is more stable"
                 raise UserError(f"ddg: {fields['ddg']!r:.40} {problem}; swap the two, or remove it")
         if is_mutant and ddg is None:

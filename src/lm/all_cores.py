@@ -56,7 +56,7 @@ def map_on_all_cores(function_of_item: Callable[[Any], Any], items: Iterable) ->
 
 def _begin() -> None:
     """Ignore signals, which the parent process handles, and end when the parent ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 

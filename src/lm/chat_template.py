@@ -92,12 +92,13 @@ RENDERED = re.compile(
     rf"(<s>\s*\[[A-Z_]+\]|(<s>\s*)?({MARKER}"  # <s> alone may be HTML
     r"|<(?i:bos|bos_token|(start|begin\w*)_of_\w+)>"
     r"|\[(INST|SYSTEM_PROMPT|gMASK)\]|\]~"  # Mistral, GLM, MiniMax
-    # a line or less, the name of a user, and at the end that of an assistant: Alpaca, Vicuna, HH
-    r"|(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):"
-    r"(?=[\s\S]*\s(#+ )?(?i:assistant|response):\s*\Z)))"
+    r"))"
 )
+# a line or less and the name of a user, or, at the end, that of an assistant: Alpaca, Vicuna, HH
+USER_START = re.compile(r"(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):")
+ASSISTANT_END = re.compile(r"\s(#+ )?(?i:assistant|response):\Z")
 # the name of the assistant, as templates write it: Alpaca, Vicuna, HH; ChatML without its tokens
-ASSISTANT = r"(?:#+ )?<?(?i:assistant|response|ai|bot|model)>?(?::|\n)"
+ASSISTANT = r"(?:(?:#+ )?(?i:assistant|response)|<(?i:assistant|ai|bot|model)>)(?::|\n)"
 # how a prompt or a reply ends, and a reply begins, that the template of some model has rendered
 ASKING_END = re.compile(rf"(?:{MARKER}|\[/INST\]|(?:\A|\s){ASSISTANT})\s*\Z")
 FOREIGN_END = re.compile(
@@ -105,13 +106,13 @@ FOREIGN_END = re.compile(
 )
 FOREIGN_START = re.compile(rf"\s*(?:{MARKER}|{ASSISTANT})")
 # what libraries of tables write where there is no value
-NO_VALUE = ("nan", "None", "null", "<NA>")
+NO_VALUE = ("nan", "<NA>", "None", "null")
 # a list of strings, as JSON or Python writes it
 STRINGS = re.compile(r"""\s*\[\s*["'][\s\S]*["']\s*\]\s*\Z""")
 
 Ids = list[int]  # token ids
 DATE = "date of chat_template"  # name of an input of a run, in its environment.json
-MISSING = "replies are nan, None or null"  # name of a count in the data report
+MISSING = "rows have nan, None or null as a reply"  # name of a count in the data report
 NO_END = (
     "warning: replies will not stop: the tokenizer has no eos_token, and there is no chat template "
     "that ends a reply with a special token; set eos_token in tokenizer_config.json, or use "
@@ -428,24 +429,26 @@ class Encoder:
         self.check_supported(prompt if isinstance(prompt, list) else [])
         if self.templated:
             messages = messages_of(prompt)
+            first = next((turn for turn in messages if turn["role"] == "user"), None)
             for turn in messages:
-                self.check_turn("prompt", turn["content"] or "", turn["role"])
+                self.check_turn("prompt", turn["content"] or "", turn["role"], turn is first)
             return self.render(messages, add_generation_prompt=True)
         if isinstance(prompt, str):
             return prompt
         turns = [f"{PLAIN_ROLES[turn['role']]} {turn['content']}" for turn in prompt]
         return "".join(turns) + PLAIN_ROLES["assistant"]
 
-    def check_turn(self, name: str, text: str, role: str = "user") -> None:
+    def check_turn(self, name: str, text: str, role: str = "user", is_first: bool = False) -> None:
         """Raise UserError if the template cannot make a turn of a text.
 
-        It begins like a conversation that a template has rendered (what assistants and tools write
-        may do so), or contains a token with which the template begins a turn.
+        It begins as this template begins a conversation (what assistants and tools write may do
+        so), or contains a token with which the template begins a turn. The first question, whose
+        text may be all that there is of a conversation, may not begin like any other template.
         """
-        shape = RENDERED.match(text.lstrip())
-        start = self._without_bos(text)
+        shape = rendered(text) if is_first else None
+        start = self._without_bos(text) if role not in ("assistant", "tool") else ""
         begin = shape[0] if shape else next(filter(start.startswith, self.begins), "")
-        if begin and role not in ("assistant", "tool"):
+        if begin:
             problem = f"begins with {data.shown(begin.strip())} (expected text without a template)"
             raise UserError(f"{name}: {problem}; use messages, or --chat_template none")
         # <s> is also the HTML of a text that is crossed out
@@ -593,7 +596,8 @@ class Encoder:
         question, *answers = map(plain_text, (prompt, chosen, rejected))
         if len(question) >= 20 and all(answer.startswith(question) for answer in answers):
             notes.add(REPEATED)
-        edges = [*map(FOREIGN_START.match, answers), *map(FOREIGN_END.search, answers)]
+        edges = [*map(FOREIGN_START.match, answers)] if self.templated else []
+        edges += map(FOREIGN_END.search, answers)
         if any(edge and edge[0].strip() not in self.special for edge in edges):
             notes.add(FOREIGN)
         if self.templated and ASKING_END.search(question[-100:]):
@@ -670,6 +674,14 @@ def choose_template(tokenizer: Any, choice: str) -> str:
     templates = {**templates, "default": template}
     tokenizer.chat_template = templates if len(templates) > 1 else template
     return template
+
+
+def rendered(prompt: str) -> re.Match | None:
+    """Return how a prompt begins that the chat template of some model has rendered, or None."""
+    shape = RENDERED.match(prompt.lstrip())
+    if not shape and ASSISTANT_END.search(prompt.rstrip()[-100:]):
+        shape = USER_START.match(prompt.lstrip())
+    return shape
 
 
 def lost_text(message: dict, text: str, full: str) -> str:
@@ -790,10 +802,10 @@ def system_of(record: Record) -> list[dict]:
 def optional_text(record: Record, field: str) -> list[str]:
     """Return [text], or [] if it is absent, null or empty, as columns of a table are.
 
-    Alpaca's <noinput>, and the text nan that pandas writes, count as empty.
+    Alpaca's <noinput>, and what pandas writes of a missing text, count as empty.
     """
     value = record.data.get(field)
-    is_empty = value is None or str(value).strip() in ("", "<noinput>", *NO_VALUE)
+    is_empty = value is None or str(value).strip() in ("", "<noinput>", "nan", "<NA>")
     return [] if is_empty else [data.text(record, field)]
 
 

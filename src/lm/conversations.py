@@ -25,7 +25,6 @@ FIRST_HUMAN = re.compile(r"\A\s*Human:")
 # one depends on the template: a system turn alone, the assistant first, two users in a row.
 USUAL = "[sd]?(u(at+)*a)+"
 POSSIBLE = "(?!a$)[sd]?u*(at+)*a(u+(at+)*a)*"
-TEXT_TYPES = (None, "text", "input_text", "output_text")
 BASIC = {"role", "from", "content", "value", "name"}  # of a message
 BASIC |= {*chat_template.WEIGHTS, *chat_template.MEDIA}
 # what most templates show besides; function_call is read as tool_calls
@@ -163,7 +162,7 @@ def messages_of(record: Record, field: str, role: str = "assistant") -> list[dic
         content = data.text(record, field, may_be_empty=role == "assistant")
         return [{"role": role, "content": content}]
     value = [value] if isinstance(value, dict) else value
-    if is_parts(value):
+    if message_texts.is_parts(value):
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise data.wrong_value(record, field, value, "a list of messages")
@@ -204,9 +203,8 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     content = message.get(name)
     if content is None and more:
         content = ""
-    parts = message_texts.messages_in(content)
-    if is_parts(parts) and role != "tool":  # whose results may have this form
-        content = parts
+    if role != "tool":  # whose results may have this form
+        content = message_texts.parts_in(content)
     if isinstance(content, list):
         content = "".join(_text_of_part(record, f"{place}.{name}", part) for part in content)
     may_be_empty = role != "user" and (role != "assistant" or is_last or bool(more))
@@ -217,15 +215,9 @@ def _message(record: Record, place: str, message: Any, is_last: bool) -> dict:
     return {"role": role, "content": content, **more}
 
 
-def is_parts(value: Any) -> bool:
-    """Return whether a value is a content in parts, [{"type": "text", "text": ...}, ...]."""
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and "type" in first and not {"role", "from"} & first.keys()
-
-
 def _text_of_part(record: Record, place: str, part: Any) -> str:
     """Return the text of a part of a content, {"type": "text", "text": ...}."""
-    is_text = isinstance(part, dict) and part.get("type") in TEXT_TYPES
+    is_text = isinstance(part, dict) and part.get("type") in message_texts.TEXT_TYPES
     if not is_text or not isinstance(part.get("text"), str):
         raise UserError(f"{record.location}: {place}: only text is supported; remove it")
     return part["text"]

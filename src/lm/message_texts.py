@@ -8,23 +8,17 @@ from ddp_utils import UserError, data
 from ddp_utils.data import Record
 from lm.chat_template import ROLES
 
-# how a text begins that is the text of messages, or of the parts of a content, and what it has: a
-# role and a text or a call, or a type and a text
+# how a text begins that is the text of messages, and what it has: a role, and a text or a call
 OPENING = re.compile(r"""\s*(?:(?:array\(|[\[(])\s*)*\{\s*["']\w+["']\s*:""")
 ROLE = rf"""["'](?:role|from)["']\s*:\s*["'](?i:{"|".join(ROLES)})["']"""
-OF_MESSAGE = [re.compile(ROLE)]
-OF_MESSAGE += [re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
-OF_PART = [re.compile(r"""["']type["']\s*:\s*["'](?:input_|output_)?text["']""")]
-OF_PART += [re.compile(r"""["']text["']\s*:\s*["']""")]
-NAMES = [({"role", "from"}, {"content", "value", "tool_calls"}), ({"type"},)]
+OF_MESSAGE = ({"role", "from"}, {"content", "value", "tool_calls"})
 EXCEL = 32_767  # Excel keeps so many characters of a cell
+PARTS = [re.compile(ROLE), re.compile(r"""["'](?:content|value|tool_calls)["']\s*:\s*["'\[Nn]""")]
+TEXT_TYPES = (None, "text", "input_text", "output_text")  # of a part of a content
 
 
 def messages_in(value: Any) -> Any:
-    """Return the messages, or parts, whose JSON text a value is; any other value as it is.
-
-    The text may be encoded twice.
-    """
+    """Return the messages whose JSON text a value is, also of such a text; any other as it is."""
     decoded: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         is_encoded_twice = isinstance(value, str) and value.startswith(('"[', '"{'))
@@ -33,17 +27,34 @@ def messages_in(value: Any) -> Any:
     first = decoded.get("messages", decoded) if isinstance(decoded, dict) else decoded
     while first and isinstance(first, list):
         first = first[0]
-    keys = {*first} if isinstance(first, dict) else set()
-    return decoded if any(all(names & keys for names in shape) for shape in NAMES) else value
+    is_message = isinstance(first, dict) and all(names & first.keys() for names in OF_MESSAGE)
+    return decoded if is_message else value
+
+
+def parts_in(value: Any) -> Any:
+    """Return the parts of a content whose JSON text a value is; any other value as it is."""
+    decoded: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        is_list = isinstance(value, str) and value.lstrip().startswith("[")
+        decoded = data.ROWS.decode(value) if is_list and OPENING.match(value) else None
+    return decoded if is_parts(decoded) else value
+
+
+def is_parts(value: Any) -> bool:
+    """Return whether a value is a content in parts, [{"type": "text", "text": ...}, ...]."""
+    return isinstance(value, list) and bool(value) and all(map(_is_text_part, value))
+
+
+def _is_text_part(part: Any) -> bool:
+    is_part = isinstance(part, dict) and part.keys() == {"type", "text"}
+    return is_part and isinstance(part["text"], str) and part["type"] in TEXT_TYPES
 
 
 def is_text_of_messages(value: Any) -> bool:
-    """Return whether a value is a text that looks like messages or parts, or like one of them."""
+    """Return whether a value is a text that looks like a list of messages, or like one of them."""
     is_text = isinstance(value, str) and OPENING.match(value)
     is_whole = is_text and (value.rstrip()[-1] in "]})" or len(value) >= EXCEL)
-    return bool(is_whole) and any(
-        all(part.search(value) for part in shape) for shape in (OF_MESSAGE, OF_PART)
-    )
+    return bool(is_whole and all(part.search(value) for part in PARTS))
 
 
 def check_not_python(record: Record, name: str) -> None:

@@ -36,10 +36,11 @@ from ddp_utils.data import DataFile, Record, Unusable
 from lm import all_cores, chat_template, model_files, token_rows
 from lm.chat_template import HUMAN, Encoder, Prompt, Reply, ignoring, plain_text
 from lm.logps import Pair
-from lm.message_texts import check_not_python, messages_in
+from lm.message_texts import check_not_python, messages_in, parts_in
 from lm.token_rows import Rows
 
 SIDES = ("chosen", "rejected")
+REPLIES = (*SIDES, "prompt", "completion", "response")  # which may be in parts
 TEXTS = ("prompt", "instruction", "question")
 FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row must have
 FIELDS["sharegpt"] = ("conversations", *SIDES)
@@ -52,7 +53,8 @@ ALWAYS_READ = (*chat_template.SYSTEMS, *chat_template.WEIGHTS, *ARGUMENTS)
 WINNERS = {"label", "labels", "choice", "verdict", "human_label", "winner", "winner_model_a"}
 WINNERS |= {"preference", "preference_strength", "overall_preference", "overall_pref", "better_idx"}
 WINNERS |= {"better_response_id", "safer_response_id", "preferred_response", "score_a", "score_0"}
-WINNERS |= {"conv_a_rating", "response1_score", "preferred", "better", "chosen_is_better"}
+WINNERS |= {"conv_a_rating", "response1_score"}
+BETTER = {"preferred", "better", "chosen_is_better"}  # "rejected" and false contradict the order
 WORDS = {"score", "rating", "reward", "rewards", "avg_rating", "rm_score", "overall_score"}
 WORDS |= {"judge_score", "helpfulness", "win_rate", "elo"}
 BOTH = {"scores", "ratings", *WORDS}  # {"chosen": 9, "rejected": 1}
@@ -408,6 +410,7 @@ def pairs_of(record: Record) -> list[Record]:
     if not isinstance(record.data, dict):  # a line that is not JSON
         return [record]
     fields = {name: messages_in(value) for name, value in record.data.items()}
+    fields |= {name: parts_in(fields[name]) for name in REPLIES if name in fields}
     wholes = [whole for whole in map(fields.get, SIDES) if isinstance(whole, dict)]
     others = [{**whole, "messages": None} for whole in wholes if "messages" in whole]
     if len(others) == 2 and others[0] == others[1]:  # tools, for example
@@ -480,6 +483,8 @@ def check_direction(record: Record) -> None:
             # a longer text is about something else
             word = str(value).strip().lower()
             is_wrong = word not in ("true", "chosen", "") and len(word) < 40
+        elif name in BETTER:
+            is_wrong = str(value).strip().lower() in ("rejected", "false", "0", "0.0")
         elif name in SCORES | RANKS:
             other = record.data.get(fields.get(name.replace("chosen", "rejected")))
             higher, lower = (other, value) if name in RANKS else (value, other)

@@ -120,10 +120,10 @@ def _first_turn(record: data.Record, name: str) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
-def check_turns(path: str, texts: Iterable[str], encoder: Encoder) -> None:
+def check_turns(path: str, texts: Iterable[str], encoder: Encoder, role: str = "user") -> None:
     """Raise UserError for a text that a chat template has rendered, if there is a template."""
     for text in texts if encoder.templated else ():
-        encoder.check_turn(f"{path}: {data.shown(text)}", text)
+        encoder.check_turn(f"{path}: {data.shown(text)}", text, role, is_first=role == "user")
 
 
 def prompt(encoder: Encoder, system: str, question: str) -> list[int]:
@@ -160,7 +160,7 @@ def read_prompts(path: str, encoder: Encoder, used: dict[str, str]) -> dict[str,
     prompts = {}
     for name in texts:
         text = data.text(data.Record(str(path), texts), name).strip()
-        check_turns(path, [text], encoder)
+        check_turns(path, [text], encoder, "system")
         if text in names:
             raise UserError(f"{path}: {name}: it is also {names[text]}; remove it")
         if prompt(encoder, text, "?") == prompt(encoder, "", "?"):

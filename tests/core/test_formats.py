@@ -179,6 +179,8 @@ RIGHT += [
     {"Chosen-Rating": "10", "rejected_rating": 9},
     {"ignored_winner": "b"},
     {"score": None},
+    {"chosen_is_better": 1},
+    {"preferred": "yes", "better": "A"},
 ]
 
 
@@ -370,18 +372,19 @@ def test_parts_of_a_content_may_be_a_list_or_its_text():
         turns = {side: [assistant(value)] for side, value in sides.items()}
         for row in (sides, turns):
             assert read({"prompt": "q", **row}) == ([user("q")], "x", "y")
-    image = json.dumps([{"type": "image", "url": "u"}, {"type": "text", "text": "x"}])
-    for reply in (image, [assistant(image)]):
-        says = error_of({"prompt": "q", "chosen": reply, "rejected": "y"})
-        assert says.startswith("chosen[0].content: only text is supported")
+    row = {"instruction": "q", "input": texts["chosen"], **TEXT}
+    assert read(row) == (f"q\n{texts['chosen']}", "x", "y")  # a text of Alpaca
     results = [user("q"), assistant("?"), {"role": "tool", "content": texts["chosen"]}]
     prompt, *_ = read({"prompt": results, **TEXT})
     assert prompt[-1]["content"] == texts["chosen"]  # of a tool, whose format it is
 
 
 STAY = [  # texts that only resemble messages
-    '{"type": "bug", "text": "x"}',
-    '[{"type": "text", "words": "x"}]',
+    '{"type": "text", "text": "x"}',  # of programs that write JSON: a bot, a document
+    '[{"type": "text", "text": "x"}, {"type": "button", "text": "y"}]',
+    '[{"type": "text", "text": "x", "color": "red"}]',
+    '{"type": "doc", "content": [{"type": "a", "content": [{"type": "text", "text": "x"}]}]}',
+    "[{'type': 'text', 'text': 'x'}]\n[{'type': 'text', 'text': 'y'}]",
     "[a link](https://a.b) to {x}",
     "[1, 2]",
     '["role", "user"]',
@@ -467,7 +470,7 @@ def warnings_about(path, rows):
 
 
 EDGES = ["yes<|eot_id|>", "no\n</s>", "a<turn|>", "a[|endofturn|]", "a[e~[", "a [/INST]", "a<EOD>"]
-EDGES += ["<|assistant|>\na", "ASSISTANT: a", "### Response:\na", "assistant\na"]
+EDGES += ["<|assistant|>\na", "ASSISTANT: a", "### Response:\na", "assistant\na", "<bot>: a"]
 
 
 @pytest.mark.parametrize("reply", EDGES)
@@ -496,7 +499,7 @@ def test_prompts_that_end_with_the_name_of_the_assistant_are_a_warning(prompt, t
     rows = [{"prompt": f"{n} {prompt}", **TEXT} for n in range(3)]
     [line] = warnings_about(tmp_path / "f.jsonl", rows)
     assert line.startswith("warning: train: 3 of 3 rows have prompts that end with the name of")
-    rows = [{**row, "prompt": f"{row['prompt']} or not?"} for row in rows]
+    rows = [{**row, "prompt": f"{row['prompt']} or not? Model:"} for row in rows]
     assert warnings_about(tmp_path / "f.jsonl", [*rows, {"prompt": prompt, **TEXT}]) == []
 
 
@@ -508,11 +511,12 @@ def test_replies_that_stand_for_no_value_are_a_warning_above_1_percent(tmp_path)
         assert warnings_about(tmp_path / "f.jsonl", rows) == []
         rows[1]["chosen"] = value
         [line] = warnings_about(tmp_path / "f.jsonl", rows)
-        assert line.startswith("warning: train: 2 replies are nan, None or null; remove these rows")
+        assert line.startswith("warning: train: 2 rows have nan, None or null as a reply; remove")
     row = {"instruction": "q", **TEXT}
     for value in ("nan", "<noinput>", "", None):
         assert read({**row, "input": value}) == ("q", "x", "y")
-    assert read({**row, "input": "nano"}) == ("q\nnano", "x", "y")
+    for value in ("nano", "null"):  # null may be what is asked about
+        assert read({**row, "input": value}) == (f"q\n{value}", "x", "y")
 
 
 def test_a_system_text_that_the_messages_repeat_is_there_once():
@@ -726,10 +730,15 @@ def test_a_prompt_that_a_template_has_rendered_is_not_rendered_again(begin, tmp_
     path.write_text(json.dumps({"system": "s", "prompt": begin, "completion": "x"}))
     with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
         reading.texts(path, Encoder(tokenizer))
-    later = [user("q"), assistant("a"), user(begin)]
-    path.write_text(json.dumps({"prompt": later, "completion": [assistant("x")]}))
-    with pytest.raises(UserError, match="f.jsonl:1: prompt: begins with .*; use messages, or --c"):
-        reading.texts(path, Encoder(tokenizer))
+    # what another model's template begins with may be the subject of other turns
+    turns = [{"role": "system", "content": begin}, user("q"), assistant(begin), user(begin)]
+    for turn, role in ((turns, "user"), (turns[:2], "system")):
+        path.write_text(json.dumps({"prompt": turn, "completion": [assistant("x")]}))
+        if "<|im_start|>" in begin:
+            with pytest.raises(UserError, match="f.jsonl:1: .*: (begins with|contains) .*; "):
+                reading.texts(path, Encoder(tokenizer))
+        else:
+            assert len(reading.texts(path, Encoder(tokenizer))[0]) == 1, role
     path.write_text(json.dumps({"prompt": f"What is {begin}?", "completion": "x"}))
     if "<|im_start|>" in begin:  # it would be the token with which this template begins a turn
         with pytest.raises(UserError, match=r"f.jsonl:1: prompt: contains <\|im_start\|>, with"):
@@ -757,9 +766,10 @@ def test_white_space_costs_no_more_than_its_length():
     needed 28 s and 7 s with an expression that was cubic at the beginning and quadratic in a line.
     """
     encoder = Encoder(load_tokenizer("data/demo/model"))
-    for text in (" " * 1000 + "x = 1", "x" + " " * 10_000 + "y"):
+    log = "a user: " * 16_000  # a line of a log of 128 kB; needed 40 s
+    for text in (" " * 1000 + "x = 1", "x" + " " * 10_000 + "y", log):
         start = time.process_time()
-        encoder.check_turn("prompt", text)
+        encoder.check_turn("prompt", text, is_first=True)
         assert time.process_time() - start < 2
 
 

@@ -116,6 +116,9 @@ def test_a_table_in_one_object_is_one_line_that_names_the_way_out(tmp_path):
             UserError, match='f.json:1: one object with all rows .*orient="records"'
         ):
             [*data.read(tmp_path / "f.json")]
+    rows = '{"dialog": [{"speaker": "A"}]}\n' * 2  # a row for each line
+    (tmp_path / "f.json").write_text(rows)
+    assert len([*data.read(tmp_path / "f.json")]) == 2
     for row in ({"messages": [{"role": "user", "content": "a"}]}, {"a": ["b"]}, {"a": {}}, {}):
         (tmp_path / "f.json").write_text(json.dumps(row))
         assert [record.data for record in data.read(tmp_path / "f.json")] == [row]

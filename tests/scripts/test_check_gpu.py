@@ -177,6 +177,24 @@ def test_a_signal_ends_a_program_that_saves_nothing():
     assert (result.returncode, result.stdout, result.stderr) == (85, line, "")
 
 
+IN_A_ROW = """
+import os, signal, sys
+from collections import Counter
+sys.path.insert(0, "src")
+from ddp_utils import data, distributed
+source = data.DataFile(sys.argv[1], "", on_bad_record="skip")
+distributed.run(lambda: [*data.usable(
+    source, lambda row: os.kill(os.getpid(), signal.SIGTERM), Counter())])
+"""
+
+
+def test_a_signal_in_a_row_is_no_error_of_the_row(tmp_path):
+    """A row that is skipped for it would be missing in the cache of all later starts."""
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' * 3)
+    result = run("-c", IN_A_ROW, tmp_path / "rows.jsonl")
+    assert (result.returncode, result.stderr) == (85, "")
+
+
 def test_a_run_under_nohup_is_not_asked_to_stop_when_the_terminal_is_closed():
     code = "import os, signal, sys; sys.path.insert(0, 'src'); from ddp_utils import distributed; "
     code += "signal.signal(signal.SIGHUP, IGNORED); distributed.run(lambda: distributed."

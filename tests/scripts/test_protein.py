@@ -68,6 +68,20 @@ def test_a_run_that_diverges_has_no_perplexity(tmp_path):
     assert any(line["perplexity"] is None for line in runs.lines(run, "val"))
 
 
+def test_a_run_without_validation_data_is_resumed(tmp_path):
+    """Too few pairs to hold some out; it ends a validation without results."""
+    items = json.loads(Path(DATA).read_text())[:4]
+    for item in items:
+        item["pdb_file"] = str(Path(DATA).parent / item["pdb_file"])
+    (tmp_path / "few.json").write_text(json.dumps(items))
+    run, fault = tmp_path / "run", (faults.kill_in_backward, 0, 2)
+    flags = [*batch(4), "--train_data", str(tmp_path / "few.json"), "--val_data", ""]
+    flags += ["--max_steps", "3"]
+    assert run_ranks(1, life, str(run), flags, fault).codes == [-9]
+    ranks(1, train, str(run), *flags)
+    assert faults.summary(run)["step"] == 3 and len(runs.lines(run, "train")) == 3
+
+
 def test_a_continued_run_remembers_its_best_model(tmp_path):
     """The validation prefers what training does not: it is best after the first epoch."""
     items = json.loads(Path(VAL).read_text())[:8]

@@ -118,15 +118,19 @@ def test_an_item_that_does_not_fit_is_one_line(tmp_path):
 
 
 def test_a_ddg_beside_a_mutant_and_its_wild_type_fits_their_order(tmp_path):
-    """Above 0 the mutant is less stable, so the wild type is preferred, unless that is set."""
+    """Above 0 the mutant is less stable, so the wild type is preferred, unless that is set. A
+    number above 0 may have lost its sign.
+    """
     wild_type = structure.read(INPUT / SINGLE["pdb_file"]).sequence
     mutant = ("A" if wild_type[0] != "A" else "L") + wild_type[1:]
     first = plain(preferred_seq=wild_type, unpreferred_seq=mutant)
     second = plain(preferred_seq=mutant, unpreferred_seq=wild_type)
-    for item, ddg, stable_ddg in ((first, 2, "negative"), (second, "2.0", "positive")):
-        assert read(tmp_path, {**item, "ddG": ddg}, stable_ddg=stable_ddg)[0][0].sign
+    for wrong, right, stable_ddg in ((first, second, "negative"), (second, first, "positive")):
+        for ddg in (2, -2, "-2.0", "n/a", 0):
+            assert read(tmp_path, {**right, "ddG": ddg}, stable_ddg=stable_ddg)[0][0].sign
+        assert read(tmp_path, {**wrong, "ddG": 2}, stable_ddg=stable_ddg)[0][0].sign
         with pytest.raises(UserError, match=r"items.json\[0\]: ddg: .* swap the two, or remove it"):
-            read(tmp_path, {**item, "ddG": f"-{ddg}"}, stable_ddg=stable_ddg)
+            read(tmp_path, {**wrong, "ddG": "-2.0"}, stable_ddg=stable_ddg)
     assert read(tmp_path, {**SINGLE, "ddg": -3})[0]  # neither is the wild type
 
 

@@ -91,11 +91,12 @@ def test_the_system_text_of_a_question_is_named(tmp_path):
 
 def test_prompts_and_questions_that_a_template_has_rendered_are_errors(encoder, tmp_path):
     (tmp_path / "p.txt").write_text("<|im_start|>system\nBe loud.<|im_end|>")
-    with pytest.raises(UserError, match="p.txt: .*: begins with .*; use messages, or --chat_templ"):
+    with pytest.raises(UserError, match="p.txt: .*: contains .*; remove it, use messages"):
         trajectories.read_prompts(str(tmp_path / "p.txt"), encoder, {})
     for text in ("<|im_start|>user\nHi", "Be brief.\nHi<|im_end|>\n<|im_start|>assistant\n"):
-        with pytest.raises(UserError, match="q.txt: '.*: (begins with|contains) .*--chat_template"):
-            trajectories.check_turns("q.txt", ["Why?", text], encoder)
+        for role in ("user", "system"):
+            with pytest.raises(UserError, match="q.txt: .*: (begins with|contains) "):
+                trajectories.check_turns("q.txt", ["Why?", text], encoder, role)
         for system, question in (("Loud.", text), (text, "Why?")):
             with pytest.raises(UserError, match="^prompt: (begins with|contains) "):
                 trajectories.prompt(encoder, system, question)
