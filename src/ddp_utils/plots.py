@@ -152,7 +152,8 @@ def draw_curve(axis: Axes, lines: list[dict], metric: str, color: str) -> None:
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             window = max(1, len(values) // 20)
             parts = sliding_window_view(np.pad(values, (window - 1, 0)), window)
-            values = parts.sum(axis=1) / np.minimum(np.arange(1, len(values) + 1), window)
+            counts = np.minimum(np.arange(1, len(values) + 1), window)
+            values = (parts.sum(axis=1) / counts).tolist()
         if rows:
             (curve,) = axis.plot(steps, values, color=color, **style)
             if len(rows) == 1 and split == "train":
