@@ -199,11 +199,7 @@ class Run:
             torch.use_deterministic_algorithms(True)
         self.changes = ""  # of the script, to the project's
         if world.world_size > 1:
-            settings = settings_of(config).items()
-            own: dict[str, Any] = {name: value for name, value in settings if "/" not in str(value)}
-            own |= spec.inputs | {"steps": spec.steps} | code_digests()  # of paths, the content
-            facts = distributed.on_main(world, lambda: own)
-            distributed.on_each(world, lambda: checkpoints.check_alike(facts, own, world.rank))
+            self._check_alike()
         self.done = distributed.on_main(world, self._open)  # steps of earlier starts
         if spec.shard_layout:
             distributed.on_each(world, lambda: checkpoints.check_seen(self.folder, world.rank))
@@ -215,6 +211,16 @@ class Run:
         self.step = self.saved = self.done
         self.interrupted: dict[str, Tensor] = {}  # the tables of EVALUATION, until they are used
         distributed.stop_requested()  # from here on, a signal waits until the run can save
+
+    def _check_alike(self) -> None:
+        """Raise UserError if a rank has other settings, data or code than rank 0."""
+        settings = settings_of(self.config).items()
+        # a path may be another one on each node; the inputs have digests of what it leads to
+        own: dict[str, Any] = {name: value for name, value in settings if "/" not in str(value)}
+        own |= self.spec.inputs | {"steps": self.spec.steps} | code_digests()
+        main = distributed.on_main(self.world, lambda: own)
+        rank = self.world.rank
+        distributed.on_each(self.world, lambda: checkpoints.check_alike(main, own, rank))
 
     def _open(self) -> int:
         """Create, resume or replace the folder, on rank 0; raise Stop if nothing is left to do."""

@@ -95,7 +95,7 @@ RENDERED = re.compile(
     r"))"
 )
 # a line or less and the name of a user, or, at the end, that of an assistant: Alpaca, Vicuna, HH
-USER_START = re.compile(r"(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):")
+USER_START = re.compile(r"(<s>\s*)?(([^\n]*\S)?\s+)?(#+ )?(?i:human|user|instruction):")
 ASSISTANT_END = re.compile(r"\s(#+ )?(?i:assistant|response):\Z")
 # the name of the assistant, as templates write it: Alpaca, Vicuna, HH; ChatML without its tokens
 ASSISTANT = r"(?:(?:#+ )?(?i:assistant|response)|<(?i:assistant|ai|bot|model)>)(?::|\n)"

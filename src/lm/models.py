@@ -58,12 +58,10 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
         advice += "adapter with --init_adapter ADAPTER), which --type qlora of train.py and "
         advice += "--base_dtype 4bit of main_distributed.py quantize; if they are not quantized, "
         advice += "remove the quantization from config.json"
-        if quantization in DEQUANTIZED:  # also the original model is
+        if quantization in DEQUANTIZED:  # the original model is quantized as well
             settings = f"quantization_config=transformers.{DEQUANTIZED[quantization]}"
-            advice = (
-                f"its weights are quantized ({quantization}); use a copy in bf16: load it with "
-            )
-            advice += f"from_pretrained(NAME, {settings}(dequantize=True)), and save_pretrained"
+            advice = f"its weights are quantized ({quantization}); use a copy in bf16: "
+            advice += f"from_pretrained(NAME, {settings}(dequantize=True)), then save_pretrained"
     elif is_encoder or config.is_encoder_decoder:
         advice = f"{config.model_type} reads a text in both directions; use a causal model"
     elif type(config) not in auto_class(config)._model_mapping:

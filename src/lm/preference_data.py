@@ -40,7 +40,7 @@ from lm.message_texts import check_not_python, messages_in, parts_in
 from lm.token_rows import Rows
 
 SIDES = ("chosen", "rejected")
-REPLIES = (*SIDES, "prompt", "completion", "response")  # which may be in parts
+IN_PARTS = (*SIDES, "prompt", "completion", "response")  # fields that may be lists of parts
 TEXTS = ("prompt", "instruction", "question")
 FIELDS = {name: (name, *SIDES) for name in TEXTS}  # format -> fields that a row must have
 FIELDS["sharegpt"] = ("conversations", *SIDES)
@@ -410,7 +410,7 @@ def pairs_of(record: Record) -> list[Record]:
     if not isinstance(record.data, dict):  # a line that is not JSON
         return [record]
     fields = {name: messages_in(value) for name, value in record.data.items()}
-    fields |= {name: parts_in(fields[name]) for name in REPLIES if name in fields}
+    fields |= {name: parts_in(fields[name]) for name in IN_PARTS if name in fields}
     wholes = [whole for whole in map(fields.get, SIDES) if isinstance(whole, dict)]
     others = [{**whole, "messages": None} for whole in wholes if "messages" in whole]
     if len(others) == 2 and others[0] == others[1]:  # tools, for example

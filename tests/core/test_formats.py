@@ -706,6 +706,7 @@ BEGINS = [  # of conversations that a chat template has rendered
     "Below is an instruction.\n\n### Instruction:\nHi\n\n### Response:",
     "A chat between a user and an assistant. USER: Hi ASSISTANT:",  # Vicuna
     "User: Hi\nAssistant:",
+    "<s>USER: Hi ASSISTANT:",  # with BOS
 ]
 ORDINARY = ["<s>old</s>", "<s><b>old</b></s>", "<s>[1]</s>", "[TODO]", "[B]big[/B]", "<|>", "<| f"]
 ORDINARY += ["Question: what is it?\nAnswer:", "assistant: is it USER: or user?"]

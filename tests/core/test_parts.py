@@ -225,7 +225,7 @@ def test_a_quantized_model_is_one_line_that_names_the_way_out(how, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | QUANTIZED[how]))
     # gpt-oss and DeepSeek-V3 have no other original
-    way = r"use a copy in bf16: .*\(dequantize=True\)\), and save_pretrained$"
+    way = r"use a copy in bf16: .*\(dequantize=True\)\), then save_pretrained$"
     way = way if how in ("fp8", "mxfp4") else r"use the original model \(for an adapter "
     says = rf"its weights are quantized \({how}\); {way}"
     with pytest.raises(UserError, match=f"^--model_name: {tmp_path}: {says}"):

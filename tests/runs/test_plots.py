@@ -67,7 +67,7 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path):
 
 
 def test_the_strong_line_is_the_mean_of_the_last_twentieth(tmp_path, no_pixels):
-    """Of 60 steps the last three, or as many as there are; of 40,000 in seconds, not minutes."""
+    """Of 60 steps the last three, or as many as there are; of 80,000 in seconds."""
     losses = [math.sin(step) + 2 for step in range(60)]
     plots.draw(folder_with(tmp_path, [line("train", n, loss) for n, loss in enumerate(losses)]))
     drawn = no_pixels["loss.png"].axes[0].lines[-1].get_ydata()
