@@ -374,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.try_largest_steps(
             policy,
             plan,
-            lambda row: data["train"][row].num_forward_tokens(policy.scorer.shared),
+            data["train"].num_forward_tokens(policy.scorer.shared),
             lambda step, rows: train_step(policy, step, rows, data, unscored, config, run),
         )
         if not config.reference_model:  # the reference is the policy before step 0
@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.perf_counter()
             rows = plan.batch(step)
             values = train_step(policy, step, rows, data, ref_logps, config, run)
-            pairs = [data["train"][row] for row in rows]
+            pairs = data["train"].select(rows)
             known = ref_logps["train"][rows] if step == 0 and has_known_loss else None
             kind = config.fine_tuning
             check_pairs(policy, step, values, pairs, known, own_loss, kind, world, size)

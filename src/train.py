@@ -93,7 +93,7 @@ def train_step(
     train = data["train"]
     averages = Averages(world, sizes=PER_TOKEN)
     scorer = policy.scorer
-    trained = sum(train[row].trained for row in rows)  # tokens of the global batch
+    trained = int(train.select(rows).num_targets.sum())  # tokens of the global batch
     micro_batches = scorer.micro_batches(rows, train, world, config.micro_batch_size)
     for micro_step, micro_batch in enumerate(micro_batches):
         torch.manual_seed(sampler.seed_of(config.seed, step, micro_step, world.rank))  # for dropout
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.try_largest_steps(
             policy,
             plan,
-            lambda row: data["train"][row].num_tokens,
+            data["train"].num_forward_tokens(policy.scorer.shared),
             lambda step, rows: train_step(policy, step, rows, data, config, run),
         )
         optim = (config.lr_scheduler, config.warmup_ratio, config.weight_decay)
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for step in range(done, plan.steps):
             start = time.perf_counter()
             rows = plan.batch(step)
-            examples = [data["train"][row] for row in rows]
+            examples = data["train"].select(rows)
             values = train_step(policy, step, rows, data, config, run)
             score = partial(logps.score, policy.scorer, examples, world, config.micro_batch_size)
             checks.check_step(policy, step, values, examples, score, config.fine_tuning)

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -379,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
         run.try_largest_steps(
             policy,
             plan,
-            lambda row: data["train"][row].num_tokens,
+            np.array([row.num_tokens for row in data["train"]]),
             lambda step, rows: train_step(policy, step, rows, data["train"], config, run),
         )
         shape = config.lr_scheduler, config.warmup_ratio, config.weight_decay

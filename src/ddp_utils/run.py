@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -569,21 +570,21 @@ class Run:
         self,
         policy: Policy,
         plan: Plan,
-        size_of: Callable[[int], int],
+        sizes: np.ndarray,
         step: Callable[[int, list[int]], Any],
     ) -> None:
         """Before anything long, run the steps that need the most memory; no number changes.
 
         Otherwise a GPU may run out of memory after hours. On a CPU nothing is tried: there the
-        system ends the process. size_of: row -> its tokens; step(number, rows): forward, backward.
-        Raises UserError if the memory does not suffice.
+        system ends the process. sizes: the tokens of each row, [rows]; step(number, rows): forward
+        and backward. Raises UserError if the memory does not suffice.
         """
         device = self.world.device
         if device.type not in TRIED_ON or self.done >= self.steps:
             return
-        for number in plan.largest_steps(size_of):
+        for number in plan.largest_steps(sizes):
             rows = plan.batch(number)
-            size = f"step {number + 1}, {len(rows)} rows with {sum(map(size_of, rows)):,} tokens"
+            size = f"step {number + 1}, {len(rows)} rows with {sizes[rows].sum():,} tokens"
             try:
                 with policy.trial():
                     step(number, rows)

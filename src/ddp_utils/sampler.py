@@ -152,14 +152,11 @@ class Plan(NamedTuple):
         visit = checked_order(self.order, self.rows, self.seed, epoch, self.shuffle)
         return visit[first : first + self.global_batch].tolist()
 
-    def largest_steps(self, size_of: Callable[[int], int]) -> list[int]:
+    def largest_steps(self, sizes: np.ndarray) -> list[int]:
         """Return the step with the most tokens and that with the longest row, often the same one.
 
-        size_of: row -> its tokens.
+        sizes: the tokens of each row, [rows].
         """
-        sizes = np.zeros(self.rows)
-        for row in self.rows_used():
-            sizes[row] = size_of(row)
         totals = [sizes[self.batch(step)].sum() for step in range(self.steps)]
         longest = [np.max(sizes[self.batch(step)]) for step in range(self.steps)]
         return sorted({int(np.argmax(totals)), int(np.argmax(longest))})

@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         run.try_largest_steps(
             policy,
             plan,
-            lambda row: len(data["train"][row].preferred),
+            np.array([len(pair.preferred) for pair in data["train"]]),
             lambda _, rows: train_step(
                 policy, [data["train"][row] for row in sorted(rows)], unscored, config, run
             ),

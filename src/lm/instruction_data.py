@@ -13,7 +13,7 @@ it: the same tokens as if each reply were a row of its own.
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_utils import UserError, data
 from ddp_utils.data import DataFile, Record, Unusable
@@ -66,6 +66,11 @@ class Text(NamedTuple):
 
     def num_forward_tokens(self, shared: bool) -> int:
         return self.num_tokens - 1
+
+    @staticmethod
+    def forward_tokens(prompt: Any, reply: Any, _scored: Any, _shared: bool) -> Any:
+        """Return num_forward_tokens() from the lengths of the lists, numbers or arrays of them."""
+        return prompt + reply - 1
 
 
 def read(source: DataFile, encoder: Encoder) -> tuple[Rows, dict]:

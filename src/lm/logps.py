@@ -24,7 +24,7 @@ from ddp_utils.policy import ScorerModule
 from ddp_utils.sampler import MicroBatch, assign_micro_batches
 from ddp_utils.terminal import Phase
 from lm.fast import shared_prefix
-from lm.token_rows import Fields
+from lm.token_rows import Fields, Rows
 
 # number of tokens whose logits exist at the same time: with fewer, matrix products get slow
 CHUNK = {"cpu": 256}
@@ -96,8 +96,13 @@ class Pair(NamedTuple):
         return {name: len(getattr(self, name)) for name in ("prompt", "chosen", "rejected")}
 
     def num_forward_tokens(self, shared: bool) -> int:
-        prompts = 1 if shared else 2
-        return prompts * len(self.prompt) + len(self.chosen) - 1 + len(self.rejected) - 1
+        lengths = len(self.prompt), len(self.chosen), len(self.rejected)
+        return self.forward_tokens(*lengths, shared)
+
+    @staticmethod
+    def forward_tokens(prompt: Any, chosen: Any, rejected: Any, shared: bool) -> Any:
+        """Return num_forward_tokens() from the lengths of the lists, numbers or arrays of them."""
+        return (1 if shared else 2) * prompt + chosen - 1 + rejected - 1
 
 
 class Batch(NamedTuple):
@@ -286,7 +291,11 @@ class Scorer(ScorerModule):
         self, rows: Collection[int], examples: Examples, world: World, size: int
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches, of up to `size` rows, of some rows of `examples`."""
-        lengths = {row: examples[row].num_forward_tokens(self.shared) for row in rows}
+        if isinstance(examples, Rows):
+            counts = examples.select([*rows]).num_forward_tokens(self.shared).tolist()
+        else:
+            counts = [examples[row].num_forward_tokens(self.shared) for row in rows]
+        lengths = dict(zip(rows, counts, strict=True))
         return assign_micro_batches(rows, lengths, world, size, padded=not self.shared)
 
     @contextlib.contextmanager

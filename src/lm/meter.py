@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_utils.distributed import World
 from ddp_utils.metrics import device_name, peak_memory_mb
+from lm.token_rows import Rows
 
 # FLOP/s of dense half-precision products, from the data sheets; for a Max 1550 of one of its two
 # tiles, which is what Aurora counts as a device
@@ -39,17 +40,16 @@ class Meter:
             self.per_token = sum(map(flops_of, weights))
             self.per_target = sum(map(flops_of, head.parameters()))
 
-    def read(self, rows: Sequence[Any], seconds: float) -> dict[str, float]:
-        """Return the metrics of a step on these rows, the global batch (see logps.Example)."""
-        tokens = sum(row.num_forward_tokens(shared=False) + len(row.targets) for row in rows)
+    def read(self, rows: Rows, seconds: float) -> dict[str, float]:
+        """Return the metrics of a step on these rows, the global batch."""
+        last_tokens = len(rows) * len(rows[0].targets)  # of the responses, which no forward reads
+        tokens = int(rows.num_forward_tokens(shared=False).sum()) + last_tokens
         memory = peak_memory_mb(self.world.device)
         speed = tokens / seconds
         values = {"seconds": seconds, "tokens_per_second": speed, "peak_memory_mb": memory}
         if self.peak:
-            flops = 0
-            for row in rows:
-                flops += row.num_forward_tokens(shared=True) * self.per_token
-                flops += sum(map(len, row.targets)) * self.per_target
+            flops = int(rows.num_forward_tokens(shared=True).sum()) * self.per_token
+            flops += int(rows.num_targets.sum()) * self.per_target
             values["mfu"] = flops / (seconds * self.peak * self.world.world_size)
         return values
 

@@ -1,6 +1,7 @@
 """Rows of token ids: encoded once per node, in a file that all processes map into memory."""
 
 import array
+import copy
 import functools
 import hashlib
 import itertools
@@ -21,8 +22,9 @@ from ddp_utils.data import ROOT, DataFile, broken_link, digest_of_data, digest_o
 from ddp_utils.sampler import seed_of
 
 # columns of Rows.table: where the row's three lists of token ids and its texts end in the file, a
-# number that is the same for equal prompts, the length of the longer sequence, the largest id
-COLUMNS = ("first", "second", "third", "texts", "prompt", "num_tokens", "largest_id")
+# number that is the same for equal prompts, the length of the longer sequence, the number of
+# targets (see logps.Example), the largest id
+COLUMNS = ("first", "second", "third", "texts", "prompt", "num_tokens", "num_targets", "largest_id")
 ROW = np.dtype([(name, np.int64) for name in COLUMNS])
 
 
@@ -43,7 +45,7 @@ class Rows:
     default all.
     """
 
-    def __init__(self, kind: type, file: Path, index: np.ndarray | None = None) -> None:
+    def __init__(self, kind: Any, file: Path, index: np.ndarray | None = None) -> None:
         self.kind = kind
         self.file = file
         with safe_open(file, "pt") as tensors:  # "np" would read the file into memory
@@ -82,13 +84,29 @@ class Rows:
         rows = [*by_length[:2], *by_length[-2:], table["largest_id"].argmax()]
         return [self[row] for row in dict.fromkeys(rows)]
 
-    def select(self, mask: np.ndarray) -> "Rows":
-        """Return the rows where a mask [rows] is True."""
-        return Rows(self.kind, self.file, self.index[mask])
+    @property
+    def num_targets(self) -> np.ndarray:
+        """Return the number of targets of each row, [rows]; no row is made for it."""
+        return self.table["num_targets"][self.index]
+
+    def num_forward_tokens(self, shared: bool) -> np.ndarray:
+        """Return num_forward_tokens(shared) of each row, [rows]; no row is made for it.
+
+        Every rank plans the whole global batch, but should make only the rows that it processes.
+        """
+        before, table = self.table[self.index - 1], self.table[self.index]
+        ends = before["third"], table["first"], table["second"], table["third"]
+        return self.kind.forward_tokens(*np.diff(ends, axis=0), shared)
+
+    def select(self, rows: Any) -> "Rows":
+        """Return these rows: their numbers, a slice, or a mask [rows]; none is made for it."""
+        selected = copy.copy(self)
+        selected.index = self.index[rows]
+        return selected
 
     def first(self, limit: int) -> "Rows":
         """Return the first rows, at most this many; -1: all."""
-        return self if limit == -1 else Rows(self.kind, self.file, self.index[:limit])
+        return self if limit == -1 else self.select(slice(limit))
 
 
 def write_rows(file: Path, rows: Iterable, report: dict) -> None:
@@ -104,7 +122,8 @@ def write_rows(file: Path, rows: Iterable, report: dict) -> None:
             table.append(len(ids))
         texts += json.dumps(row[3:]).encode()
         largest = max(itertools.chain(*row[:3]))
-        table.extend((len(texts), seed_of(row.text), row.num_tokens, largest))
+        targets = sum(map(len, row.targets))
+        table.extend((len(texts), seed_of(row.text), row.num_tokens, targets, largest))
     arrays = {"ids": np.array(ids), "texts": np.frombuffer(texts, np.uint8)}
     arrays["table"] = np.array(table).reshape(-1, len(COLUMNS))
     ends = arrays["table"][:, :3]  # the digest does not depend on where the data file is

@@ -12,7 +12,10 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import limit
 import torch
@@ -23,7 +26,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ddp_utils import distributed, sampler
-from lm import logps
+from lm import logps, token_rows
 from lm.fast import memory_efficient, self_test
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
@@ -50,9 +53,11 @@ def choosing(rows, ranks, per_rank=4, steps=20):
 
     The order of an epoch is made once; its time is divided by the steps of the epoch.
     """
-    lengths = random.Random(0).choices(range(50, 500), k=rows)
     world = distributed.World(rank=ranks - 1, world_size=ranks)
     plan = sampler.Plan(rows=rows, global_batch=per_rank * ranks, seed=0)
+    lengths = random.Random(0).choices(range(1, 10), k=rows)  # the time does not depend on them
+    pairs = (logps.Pair([0], [0] * length, [0], "", "") for length in lengths)
+    scorer = SimpleNamespace(shared=True)
 
     def order():
         sampler.checked_order.cache_clear()
@@ -61,10 +66,13 @@ def choosing(rows, ranks, per_rank=4, steps=20):
     def batches():
         for step in range(steps):
             batch = plan.batch(step % plan.steps_per_epoch)
-            sampler.assign_micro_batches(batch, lengths, world, per_rank)
+            logps.Scorer.micro_batches(scorer, batch, data, world, per_rank)
 
-    of_order = [value / plan.steps_per_epoch for value in spread(order)]
-    of_batch = [value / steps for value in spread(batches)]
+    with tempfile.TemporaryDirectory() as folder:
+        token_rows.write_rows(file := Path(folder) / "rows", pairs, {})
+        data = token_rows.Rows(logps.Pair, file)
+        of_order = [value / plan.steps_per_epoch for value in spread(order)]
+        of_batch = [value / steps for value in spread(batches)]
     return [1000 * (first + second) for first, second in zip(of_order, of_batch, strict=True)]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,10 +156,9 @@ def test_steps_of_a_run_and_when_something_is_due():
 def test_the_largest_steps_have_the_most_tokens_and_the_longest_row():
     plan = Plan(7, 3, 0, shuffle=False, num_epochs=2)  # steps: rows 0 1 2, 3 4 5, 6, and again
     tokens = [5, 5, 5, 1, 9, 6, 15]
-    assert plan.largest_steps(tokens.__getitem__) == [1, 2]
-    assert plan.largest_steps([5, 5, 5, 1, 9, 8, 3].__getitem__) == [1]
-    used = [1, 1, 1, None, None, None, None]  # rows of later steps are not even read
-    assert plan._replace(max_steps=1).largest_steps(used.__getitem__) == [0]
+    assert plan.largest_steps(np.array(tokens)) == [1, 2]
+    assert plan.largest_steps(np.array([5, 5, 5, 1, 9, 8, 3])) == [1]
+    assert plan._replace(max_steps=1).largest_steps(np.array(tokens)) == [0]
 
 
 NOT_ORDERS = {  # what a changed script may return for an epoch of three rows

@@ -1,11 +1,14 @@
 """Arithmetic by hand; peaks by the data sheet."""
 
+import tempfile
+
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+import reading
 from ddp_utils import distributed
 from lm import logps, meter
 from lm.logps import Pair
@@ -28,7 +31,9 @@ def tiny_scorer(tied=False, rank=0):
 def read(scorer):
     """Return the metrics of a step on two pairs in half a second."""
     world = distributed.World(device=torch.device("cpu"))
-    return meter.Meter(scorer, world).read([PAIR, PAIR], seconds=0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = reading.mapped(f"{folder}/rows", [PAIR, PAIR])
+        return meter.Meter(scorer, world).read(pairs, seconds=0.5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,15 +6,20 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import reading
 import runs
 from ddp_utils import UserError
 from ddp_utils import data as data_module
 from ddp_utils.data import DataFile
+from ddp_utils.distributed import World
 from lm import instruction_data, preference_data, token_rows
 from lm.chat_template import Encoder
+from lm.instruction_data import Text
+from lm.logps import Pair, Scorer
 from lm.models import load_tokenizer
 from ranks import ranks
 
@@ -39,6 +44,31 @@ def data(tmp_path):
 @pytest.fixture
 def source(data, tmp_path):
     return DataFile(str(data), tmp_path / "cache")
+
+
+def test_a_rank_plans_a_step_without_reading_the_rows_of_others(tmp_path):
+    """Its micro-batches are those of rows in lists; the numbers of tokens are counted by hand."""
+    lists = [([0] * 3, [0] * 2, [0] * 4), ([0] * 9, [0] * 2, [0] * 2), ([0], [0], [0])]
+    pairs = [Pair(*ids, "", "") for ids in lists]
+    texts = [Text([0] * 3, [0] * 4, [1, 1, 0, 1], "", ""), Text([0], [0], [1], "", "")] * 2
+    by_hand = [
+        (pairs, [7, 11, 1], [10, 20, 2], [6, 4, 2]),
+        (texts, [6, 1, 6, 1], [6, 1, 6, 1], [3, 1, 3, 1]),
+    ]
+    for number, (listed, shared, separate, targets) in enumerate(by_hand):
+        rows = reading.mapped(tmp_path / str(number), listed)
+        assert rows.num_forward_tokens(shared=True).tolist() == shared
+        assert rows.num_forward_tokens(shared=False).tolist() == separate
+        assert rows.num_targets.tolist() == targets
+        some = rows.select([2, 0])
+        assert some.num_targets.tolist() == [targets[2], targets[0]]
+        for rank in range(2):
+            plan = [2, 1, 0], rows, World(rank=rank, world_size=2), 1
+            scorer = SimpleNamespace(shared=True)
+            found = Scorer.micro_batches(scorer, *plan)
+            assert found == Scorer.micro_batches(scorer, plan[0], listed, *plan[2:])
+        assert not rows.make.cache_info().misses
+        assert [*some] == [listed[2], listed[0]] and rows.make.cache_info().misses == 2
 
 
 def test_a_second_start_maps_what_the_first_one_made(source, data):

@@ -25,8 +25,8 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (33, 6120),
-    "train": (34, 6210),
+    "main_distributed": (33, 6130),
+    "train": (34, 6220),
     "train_loop": (35, 5980),
     "generate_data": (27, 5200),
     "dpo_inv.run_dpo_ddp": (26, 4860),
