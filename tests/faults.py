@@ -224,6 +224,20 @@ def save_long(seconds):
     checkpoints.write = slow
 
 
+def save_first(folder):
+    """As if another run saved its model to this folder right before this run does."""
+
+    def save():
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+
+    before_call("run.Run.model_folder", 1, save)
+
+
+def kill_after_saving_the_model():
+    before_call("run.Run._close", 1, die)
+
+
 def limit_files(number, size):
     """From the number-th checkpoint on no file may be larger: a full disk that needs no root."""
 

@@ -26,6 +26,7 @@ from ddp_utils.distributed import World
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
+CLAIM = "parts/model.json"  # of a run that may have saved its model outside of the run folder
 ALONE = World()
 
 # settings that change no number, so that they may differ when a run is resumed, and between ranks
@@ -247,7 +248,7 @@ def inspect(spec: RunSpec, settings: dict, facts: dict, restart: bool = False) -
         return FolderState("move aside")
     if damaged and not path:
         raise UserError(f"{problems[0]}; no checkpoint is intact; use --restart to start again")
-    if saved.get("output_dir") != settings.get("output_dir"):
+    if not has_claimed(spec):
         check_model_folder(spec)
     manifest = read_manifest(path) if path else {"step": 0, "metrics_bytes": 0}
     step, layout = manifest["step"], manifest.get("shard_layout")
@@ -356,6 +357,17 @@ def check_model_folder(spec: RunSpec) -> None:
         raise UserError(f"--output_dir: {output} contains the run, or is in it; use another folder")
     if any(output.glob("*")):
         raise UserError(f"--output_dir: {output} is not empty; use another folder")
+
+
+def has_claimed(spec: RunSpec) -> bool:
+    """Return whether an earlier start of this run may have saved its model to that folder."""
+    path = target_of(spec.folder) / CLAIM
+    return path.exists() and data.read_json(path) == claim_of(spec)
+
+
+def claim_of(spec: RunSpec) -> dict[str, str]:
+    """Return the content of CLAIM, before the model is saved."""
+    return {"folder": str(spec.model_folder and spec.model_folder.resolve())}
 
 
 def check_inputs_stay(folder: Path, settings: dict) -> None:

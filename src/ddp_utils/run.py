@@ -613,6 +613,20 @@ class Run:
         if self.must_stop:
             self.save_if_due(False)
 
+    def model_folder(self) -> Path:
+        """Return the folder for the model, and note that what it will contain is of this run.
+
+        Raises UserError if it has other files, for example the model of a run that was faster.
+        """
+
+        def claim() -> None:
+            if not checkpoints.has_claimed(self.spec):
+                checkpoints.check_model_folder(self.spec)
+            self.write_json(checkpoints.CLAIM, checkpoints.claim_of(self.spec))
+
+        distributed.on_main(self.world, claim)
+        return self.spec.model_folder or self.folder / "model"
+
     def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""
         return Phase(title, self.bar, self.stop_if_requested, self.is_asked, parts, done)

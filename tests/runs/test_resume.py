@@ -211,6 +211,34 @@ def test_a_run_that_goes_on_with_another_output_dir_replaces_no_files(killed, tm
     assert (tmp_path / "new/model.safetensors").exists()
 
 
+def test_the_model_of_a_run_that_was_faster_is_not_replaced(tmp_path):
+    """Both have one --output_dir; the slower one is resumed, or about to save its model."""
+    models = tmp_path / "models"
+    error = f"error: --output_dir: {models} is not empty; use another folder"
+
+    def start(name, *more, output=models, fault=None):
+        flags = [*faults.MODES["full"], "--output_dir", str(output), *more]
+        return faults.start(1, tmp_path / name, *flags, fault=fault)
+
+    assert start("slow", fault=(faults.kill_in_backward, 0, 7)).codes == [-9]
+    faults.finished(start("fast", "--max_steps", "1"))
+    model = (models / "model.safetensors").read_bytes()
+    outcome = start("slow")
+    assert outcome.codes == [2] and outcome.logs[0].startswith(error), outcome.logs
+    assert (models / "model.safetensors").read_bytes() == model
+    models.rename(tmp_path / "elsewhere")
+    outcome = start("slow", fault=(faults.save_first, models))
+    assert outcome.codes == [2] and error in outcome.logs[0], outcome.logs
+    assert [path.name for path in models.iterdir()] == ["model.safetensors"]
+    assert not (models / "model.safetensors").read_bytes()
+    own = tmp_path / "own"
+    assert start("slow", output=own, fault=(faults.kill_after_saving_the_model,)).codes == [-9]
+    assert start("slow").logs[0].startswith(error)
+    (own / "model.safetensors").unlink()
+    faults.finished(start("slow", output=own))
+    assert (own / "model.safetensors").exists()
+
+
 def edit(path, change):
     """Change the object in a JSON file."""
     values = json.loads(path.read_text())
