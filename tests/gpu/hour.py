@@ -109,8 +109,8 @@ Measured on {}.
 `python tests/gpu/hour.py` runs these benchmarks on one NVIDIA GPU with 80 GB. It writes this page
 and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the flag that
 selects benchmarks. A second run measures only failed and missing benchmarks. For tokens/s, MFU and
-peak memory, see [metrics](../results/README.md#metrics). Loss differences are the largest of all
-steps.
+peak memory, see [metrics](../results/README.md#metrics). Each loss difference in the tables is the
+largest one of all steps.
 """
 NOTES = {  # below the title of a piece
     "attention": """
@@ -121,8 +121,8 @@ difference of separate rows for a shared prompt.
 """,
     "kernels": """
 "Device busy" is the fraction of the time in which the GPU computes. The columns after it count
-events per step. "Waits" are calls in which the host waits for the GPU. The time of each kernel is
-in [gpu.json](gpu.json).
+events per step. "Waits" are calls in which the host waits for the GPU. [gpu.json](gpu.json) lists
+the times of the 20 kernels that take the most time.
 """,
     "sharding": "\nAll strategies except QLoRA train all weights of a 0.6B model.\n",
     "memory": """
