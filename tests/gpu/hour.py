@@ -116,8 +116,8 @@ NOTES = {  # below the title of a piece
     "attention": """
 The table shows the largest differences from separate rows in fp32 on the CPU, in token log-probs
 (root mean square) and in the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have
-several row lengths, head sizes and attention windows. In bf16, the test accepts twice the
-difference of separate rows for a shared prompt.
+several row lengths, head sizes and attention windows. In bf16, a shared prompt may differ at most
+twice as much as separate rows do.
 """,
     "kernels": """
 "Device busy" is the fraction of the time in which the GPU computes. The columns after it count
@@ -188,7 +188,7 @@ which need packages for a GPU, were left out. The rehearsal cannot show how the 
 round, whether CUDA streams have race conditions, whether NCCL works, or how fast a run is.
 """
 PROBLEMS = """
-These runs, on so many GPUs, have a problem:
+These runs have a problem (in parentheses: the number of GPUs, and the precision):
 
 | problem | runs |
 |---|---|
@@ -202,8 +202,8 @@ FORECAST = """
 step in bf16 with 4 pairs and the shape of Qwen3-8B, with a LoRA of rank 16 or full fine-tuning,
 which does not fit on one GPU of 80 GB. It runs the steps of `src/main_distributed.py` and of TRL on
 tensors without data, and counts their operators. For lengths as in HH-RLHF, times are means of two
-batches, and the peak is the larger one. [gpu_predicted.json](gpu_predicted.json) also has the
-numbers of kernels, FLOPs and bytes moved.
+batches, and the peak is the larger of the two. [gpu_predicted.json](gpu_predicted.json) also has
+the numbers of kernels, FLOPs and bytes moved.
 
 {}
 
