@@ -229,11 +229,12 @@ def _rows(path: str) -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(decode(text, path, decoder=ROWS)):
             yield f"{path}[{index}]", value
         return
+    has_one_row = "\n" not in text.strip()
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 value = decode(line, path, number, ROWS)
-                if "\n" not in text.strip():
+                if has_one_row:
                     check_layout(f"{path}:{number}", value)
                 yield f"{path}:{number}", value
             except UserError as error:

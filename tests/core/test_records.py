@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import sys
+import time
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_good_files_are_read_with_the_place_of_each_record(tmp_path):
             assert read(file) == rows
             assert read(file, limit=1) == rows[:1]
             assert read(file, limit=9) == rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_the_time_to_read_a_file_grows_with_its_rows_and_not_with_their_square(kind, tmp_path):
+    """20 times the rows need at most 100 times the CPU time; in the square it would be 400 times."""
+
+    def seconds(count):
+        rows = [json.dumps({"x": str(number), "y": "word " * 20}) for number in range(count)]
+        text = "".join(f"{row}\n" for row in rows)
+        if kind == "json":
+            text = f"[{','.join(rows)}]"
+        elif kind == "csv":
+            text = "x,y\n" + "".join(f"{number},{'word ' * 20}\n" for number in range(count))
+        path = tmp_path / f"{count}.{kind}"
+        path.write_text(text)
+        start = time.process_time()
+        assert sum(1 for _ in data.read(str(path))) == count
+        return time.process_time() - start
+
+    assert seconds(40_000) < 100 * min(seconds(2_000) for _ in range(3))
 
 
 def test_only_a_newline_ends_a_record_and_every_value_comes_through(tmp_path):
