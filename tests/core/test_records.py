@@ -56,7 +56,7 @@ def test_good_files_are_read_with_the_place_of_each_record(tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
 def test_the_time_to_read_a_file_grows_with_its_rows_and_not_with_their_square(kind, tmp_path):
-    """20 times the rows need at most 100 times the CPU time; in the square it would be 400 times."""
+    """20 times the rows need less than 100 times the CPU time; the square would need 400 times."""
 
     def seconds(count):
         rows = [json.dumps({"x": str(number), "y": "word " * 20}) for number in range(count)]
