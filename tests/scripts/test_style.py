@@ -25,9 +25,9 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (33, 6140),
+    "main_distributed": (33, 6150),
     "train": (34, 6230),
-    "train_loop": (35, 5990),
+    "train_loop": (35, 6000),
     "generate_data": (27, 5210),
     "dpo_inv.run_dpo_ddp": (26, 4860),
     "dpo_inv.inference": (18, 3520),
@@ -35,7 +35,7 @@ REACHED = {
     "ad.evaluate": (15, 2640),
 }
 AFTER_THE_DEMO = (36, 6430)  # of main_distributed.py, DDP: files and lines that it has imported
-SHARED = (17, 3340)  # files and lines of ddp_utils without tools/; the goal is 2,100
+SHARED = (17, 3350)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2970, "ad.train": 2970}
 PYTHON = 14690  # outside tests; the goal is 11,000
