@@ -133,7 +133,7 @@ def evaluate(
     return averages.reduce()
 
 
-def check_first_loss(policy: Policy, loss: float, rows: list, config: Config, run: Run) -> None:
+def check_first_loss(policy: Policy, loss: float, rows: Any, config: Config, run: Run) -> None:
     """Check, in fp32, that the loss of the first step is that of validation for the same rows.
 
     Raises UserError with both losses.

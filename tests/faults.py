@@ -231,7 +231,11 @@ def save_first(folder):
         folder.mkdir()
         (folder / "model.safetensors").touch()
 
-    before_call("run.Run.model_folder", 1, save)
+    before_call("run.Run.save_model", 1, save)
+
+
+def kill_before_saving_the_model():
+    before_call("models.save_policy", 1, die)
 
 
 def kill_after_saving_the_model():

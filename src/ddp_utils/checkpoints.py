@@ -26,7 +26,7 @@ from ddp_utils.distributed import World
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
-CLAIM = "parts/model.json"  # of a run that may have saved its model outside of the run folder
+CLAIM = "parts/model.json"  # of a run that has saved its model in a folder of its own
 ALONE = World()
 
 # settings that change no number, so that they may differ when a run is resumed, and between ranks
@@ -360,14 +360,15 @@ def check_model_folder(spec: RunSpec) -> None:
 
 
 def has_claimed(spec: RunSpec) -> bool:
-    """Return whether an earlier start of this run may have saved its model to that folder."""
-    path = target_of(spec.folder) / CLAIM
-    return path.exists() and data.read_json(path) == claim_of(spec)
+    """Return whether the model in the folder is that of an earlier start of this run."""
+    path, folder = target_of(spec.folder) / CLAIM, spec.model_folder
+    is_claimed = folder and folder.exists() and path.exists()
+    return bool(is_claimed) and data.read_json(path) == claim_of(spec)
 
 
-def claim_of(spec: RunSpec) -> dict[str, str]:
-    """Return the content of CLAIM, before the model is saved."""
-    return {"folder": str(spec.model_folder and spec.model_folder.resolve())}
+def claim_of(spec: RunSpec) -> dict[str, int]:
+    """Return the content of CLAIM once the model is saved: a folder of the same name is another."""
+    return {"inode": spec.model_folder.stat().st_ino} if spec.model_folder else {}
 
 
 def check_inputs_stay(folder: Path, settings: dict) -> None:

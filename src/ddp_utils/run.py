@@ -613,19 +613,20 @@ class Run:
         if self.must_stop:
             self.save_if_due(False)
 
-    def model_folder(self) -> Path:
-        """Return the folder for the model, and note that what it will contain is of this run.
+    def save_model(self, save: Callable[[Path], None]) -> None:
+        """Call save(folder of the model), and note that what it now contains is of this run.
 
         Raises UserError if it has other files, for example the model of a run that was faster.
         """
 
-        def claim() -> None:
+        def check() -> None:
             if not checkpoints.has_claimed(self.spec):
                 checkpoints.check_model_folder(self.spec)
-            self.write_json(checkpoints.CLAIM, checkpoints.claim_of(self.spec))
 
-        distributed.on_main(self.world, claim)
-        return self.spec.model_folder or self.folder / "model"
+        distributed.on_main(self.world, check)
+        save(self.spec.model_folder or self.folder / "model")
+        if self.spec.model_folder and self.world.is_main:
+            self.write_json(checkpoints.CLAIM, checkpoints.claim_of(self.spec))
 
     def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""

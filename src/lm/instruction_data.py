@@ -65,7 +65,7 @@ class Text(NamedTuple):
         return [[index for index, on in enumerate(self.scored) if on]]
 
     def num_forward_tokens(self, shared: bool) -> int:
-        return self.num_tokens - 1
+        return self.forward_tokens(len(self.prompt), len(self.reply), len(self.scored), shared)
 
     @staticmethod
     def forward_tokens(prompt: Any, reply: Any, _scored: Any, _shared: bool) -> Any:

@@ -41,8 +41,8 @@ class Rows:
     A row is a NamedTuple of three lists of token ids, its location in the data file, and texts.
     It is made when it is asked for.
 
-    kind: the NamedTuple; file: written by write_rows(); index: [rows] which rows of the file, by
-    default all.
+    kind: the NamedTuple, a logps.Example with a function forward_tokens(); file: written by
+    write_rows(); index: [rows] which rows of the file, by default all.
     """
 
     def __init__(self, kind: Any, file: Path, index: np.ndarray | None = None) -> None:

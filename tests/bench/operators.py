@@ -1,9 +1,10 @@
-"""Where the CPU time of a DPO step goes: the share of each operator, on one thread.
+"""Where the CPU time of a DPO step's gradient goes: the share of each operator, on one thread.
 
     python tests/bench/operators.py -- --model_name data/smollm2 --train_data data/manners.json
 
-The flags behind -- are those of main_distributed.py. The first step is dropped. An operator that
-calls another one is not charged for it.
+The flags behind -- are those of main_distributed.py. The first step is dropped, and the optimizer
+is not measured. An operator that calls another one is not charged for it. The profiler's own time
+is part of that between the operators.
 """
 
 import argparse

@@ -54,6 +54,7 @@ def ours(path, model, _cores, folder):
     encoder = Encoder(load_tokenizer(model))
     yield
     rows, report = preference_data.read(DataFile(path, Path(folder)), encoder)
+    yield
     mean = sum(report["mean_tokens"].values())
     yield {"tokens": mean, "rows": len(rows), "digest": token_rows.digest_of_rows(rows)}
 
@@ -72,7 +73,10 @@ def trl(path, model, cores, folder):
     data = datasets.load_dataset("json", data_files=path, split="train")
     trainer = SimpleNamespace(_tokenizer=tokenizer)
     data = DPOTrainer._prepare_dataset(trainer, data, tokenizer, config, "train")
-    yield {"rows": len(data)}
+    yield
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
+    tokens = sum(len(ids) for column in columns for ids in data[column])
+    yield {"tokens": tokens / len(data), "rows": len(data)}
 
 
 def work(side, path, model, cores):
@@ -82,8 +86,9 @@ def work(side, path, model, cores):
         steps = globals()[side](path, model, int(cores), folder)
         next(steps)
         start, cpu = time.perf_counter(), cpu_seconds()
-        found = next(steps)
-        found |= {"wall": time.perf_counter() - start, "cpu": cpu_seconds() - cpu}
+        next(steps)
+        spent = {"wall": time.perf_counter() - start, "cpu": cpu_seconds() - cpu}
+        found = next(steps) | spent
     print(json.dumps(found))
 
 
@@ -118,7 +123,7 @@ def main():
                     spread = f"[{seconds[0]:.1f}, {seconds[-1]:.1f}]"
                     rate = found[0]["rows"] / statistics.median(seconds)
                     print(f" {statistics.median(seconds):.1f} {spread} s, {rate:.0f}/s |", end="")
-                print(f" {found[0].get('tokens', '')} |", flush=True)
+                print(f" {found[0]['tokens']:.1f} tokens |", flush=True)
     return int(len(digests) != 1)
 
 

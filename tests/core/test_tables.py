@@ -1,5 +1,6 @@
 """Rows of token ids in the cache: whatever happens to it, a start reads what the data file says."""
 
+import itertools
 import json
 import os
 import shutil
@@ -48,11 +49,12 @@ def source(data, tmp_path):
 
 def test_a_rank_plans_a_step_without_reading_the_rows_of_others(tmp_path):
     """Its micro-batches are those of rows in lists; the numbers of tokens are counted by hand."""
-    lists = [([0] * 3, [0] * 2, [0] * 4), ([0] * 9, [0] * 2, [0] * 2), ([0], [0], [0])]
+    # the last pair is the shortest one only if its prompt is counted twice
+    lists = [([0] * 3, [0] * 2, [0] * 4), ([0] * 9, [0] * 2, [0] * 2), ([0], [0] * 5, [0] * 4)]
     pairs = [Pair(*ids, "", "") for ids in lists]
     texts = [Text([0] * 3, [0] * 4, [1, 1, 0, 1], "", ""), Text([0], [0], [1], "", "")] * 2
     by_hand = [
-        (pairs, [7, 11, 1], [10, 20, 2], [6, 4, 2]),
+        (pairs, [7, 11, 8], [10, 20, 9], [6, 4, 9]),
         (texts, [6, 1, 6, 1], [6, 1, 6, 1], [3, 1, 3, 1]),
     ]
     for number, (listed, shared, separate, targets) in enumerate(by_hand):
@@ -62,9 +64,12 @@ def test_a_rank_plans_a_step_without_reading_the_rows_of_others(tmp_path):
         assert rows.num_targets.tolist() == targets
         some = rows.select([2, 0])
         assert some.num_targets.tolist() == [targets[2], targets[0]]
-        for rank in range(2):
-            plan = [2, 1, 0], rows, World(rank=rank, world_size=2), 1
-            scorer = SimpleNamespace(shared=True)
+        assert some.num_forward_tokens(shared=True).tolist() == [shared[2], shared[0]]
+        last = rows.select(rows.num_targets > 0).select(slice(1, None))
+        assert last.num_forward_tokens(shared=False).tolist() == separate[1:]
+        for rank, is_shared in itertools.product(range(2), (True, False)):
+            plan = [2, 1, 0], rows, World(rank=rank, world_size=2), 2
+            scorer = SimpleNamespace(shared=is_shared)
             found = Scorer.micro_batches(scorer, *plan)
             assert found == Scorer.micro_batches(scorer, plan[0], listed, *plan[2:])
         assert not rows.make.cache_info().misses

@@ -227,6 +227,10 @@ def test_the_model_of_a_run_that_was_faster_is_not_replaced(tmp_path):
     assert outcome.codes == [2] and outcome.logs[0].startswith(error), outcome.logs
     assert (models / "model.safetensors").read_bytes() == model
     models.rename(tmp_path / "elsewhere")
+    assert start("slow", fault=(faults.kill_before_saving_the_model,)).codes == [-9]
+    (tmp_path / "elsewhere").rename(models)
+    assert start("slow").logs[0].startswith(error)
+    models.rename(tmp_path / "elsewhere")
     outcome = start("slow", fault=(faults.save_first, models))
     assert outcome.codes == [2] and error in outcome.logs[0], outcome.logs
     assert [path.name for path in models.iterdir()] == ["model.safetensors"]
@@ -234,6 +238,8 @@ def test_the_model_of_a_run_that_was_faster_is_not_replaced(tmp_path):
     own = tmp_path / "own"
     assert start("slow", output=own, fault=(faults.kill_after_saving_the_model,)).codes == [-9]
     assert start("slow").logs[0].startswith(error)
+    own.rename(tmp_path / "new")
+    own = tmp_path / "new"
     (own / "model.safetensors").unlink()
     faults.finished(start("slow", output=own))
     assert (own / "model.safetensors").exists()

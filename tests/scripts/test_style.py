@@ -34,11 +34,11 @@ REACHED = {
     "ad.train": (23, 3950),
     "ad.evaluate": (15, 2640),
 }
-AFTER_THE_DEMO = (36, 6430)  # of main_distributed.py, DDP: files and lines that it has imported
+AFTER_THE_DEMO = (36, 6440)  # of main_distributed.py, DDP: files and lines that it has imported
 SHARED = (17, 3350)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
 SHARED_OF = {"dpo_inv.run_dpo_ddp": 2970, "ad.train": 2970}
-PYTHON = 14690  # outside tests; the goal is 11,000
+PYTHON = 14700  # outside tests; the goal is 11,000
 SHELL_LINES = 295
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 
