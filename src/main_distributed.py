@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lm.judge import write_examples
 
         after = generate_replies(policy, f"after-step-{last:08d}", *sources)
-        run.save_model(partial(models.save_policy, policy, meta_model, encoder, world=world))
+        run.save_model(lambda path: models.save_policy(policy, meta_model, encoder, path, world))
         write_examples(run, data, before, after, judge)  # a judge of the user's may fail
     return 0
 
