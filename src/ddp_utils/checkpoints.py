@@ -362,13 +362,14 @@ def check_model_folder(spec: RunSpec) -> None:
 def has_claimed(spec: RunSpec) -> bool:
     """Return whether the model in the folder is that of an earlier start of this run."""
     path, folder = target_of(spec.folder) / CLAIM, spec.model_folder
-    is_claimed = folder and folder.exists() and path.exists()
-    return bool(is_claimed) and data.read_json(path) == claim_of(spec)
+    if folder is None or not folder.exists() or not path.exists():
+        return False
+    return data.read_json(path) == claim_of(folder)
 
 
-def claim_of(spec: RunSpec) -> dict[str, int]:
-    """Return the content of CLAIM once the model is saved: a folder of the same name is another."""
-    return {"inode": spec.model_folder.stat().st_ino} if spec.model_folder else {}
+def claim_of(folder: Path) -> dict[str, int]:
+    """Return what identifies a saved model; a folder that replaces it may have the same name."""
+    return {"inode": folder.stat().st_ino}
 
 
 def check_inputs_stay(folder: Path, settings: dict) -> None:

@@ -626,7 +626,7 @@ class Run:
         distributed.on_main(self.world, check)
         save(self.spec.model_folder or self.folder / "model")
         if self.spec.model_folder and self.world.is_main:
-            self.write_json(checkpoints.CLAIM, checkpoints.claim_of(self.spec))
+            self.write_json(checkpoints.CLAIM, checkpoints.claim_of(self.spec.model_folder))
 
     def phase(self, title: str, parts: int = 1, done: int = 0) -> Phase:
         """Return the progress of a part of the run, between whose forwards the run may stop."""

@@ -40,7 +40,7 @@ def check_pairs(
 
     checks.check_step(policy, step, means, pairs, score, fine_tuning)
     if ref_logps is not None:
-        pairs = [*pairs]
+        pairs = [*pairs]  # as in training, the loss of the script gets a list
         nll = -ref_logps[:, 0].sum().item() / sum(len(pair.chosen) for pair in pairs)
         warn_of_guessing(nll, policy.scorer.unwrap())
         tokens = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]

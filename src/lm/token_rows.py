@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Rows:
         ends = before["third"], table["first"], table["second"], table["third"]
         return self.kind.forward_tokens(*np.diff(ends, axis=0), shared)
 
-    def select(self, rows: Any) -> "Rows":
+    def select(self, rows: Sequence[int] | slice | np.ndarray) -> "Rows":
         """Return these rows: their numbers, a slice, or a mask [rows]; none is made for it."""
         selected = copy.copy(self)
         selected.index = self.index[rows]
