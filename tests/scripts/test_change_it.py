@@ -175,7 +175,12 @@ def test_a_changed_script_resumes_and_is_the_same_on_two_processes(heading, tmp_
 
 @pytest.mark.parametrize("changed", ["A loss"], indirect=True)
 def test_a_loss_of_ones_own(changed):
-    """In training and in validation, the square of what the margin lacks to 1, by hand."""
+    """In training and in validation, the square of what the margin lacks to 1, by hand.
+
+    Its pairs are a list, in the check before the first update, too.
+    """
+    beyond = "(per_pair == 0).float()"
+    edit(changed, beyond, f"{beyond} * len(pairs + []) / len(pairs)")
     flags = ["--eval_every", "2", "--max_eval_rows", "1", "--learning_rate", "1e-3"]
     steps = train(changed, *flags)
     assert steps[0]["loss"] == pytest.approx(1, abs=1e-6)  # a margin of 0
