@@ -212,7 +212,7 @@ on an H100 and on an A100, and the peak memory in GiB:
 
 """
 COMPARED = """
-Only these rows have been measured. The measured peak for HH-RLHF is that of 11 batches:
+Only these rows have been measured. For HH-RLHF, the measured peak is the maximum over 11 batches:
 
 | prompt, response tokens | program | predicted ms | measured ms | predicted GiB | measured GiB |
 |---|---|---|---|---|---|
