@@ -17,12 +17,12 @@ class Config:
     # most used settings
     model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
     train_data: str = "data/demo/preferences_train.jsonl"  # preference pairs; see docs/data.md
-    val_data: str = ""  # validation pairs; without both of these: 5 % of the prompts in train_data
-    test_data: str = ""  # test pairs; without both of these: 10 % of the prompts in train_data
+    val_data: str = ""  # validation pairs; 5 % of train_data if val_data and test_data are empty
+    test_data: str = ""  # test pairs; 10 % of train_data if val_data and test_data are empty
     result_dir: str = "results/dpo"  # folder for metrics, plots, example replies and checkpoints
     method: cli.Method = "dpo"  # loss function; see docs/dpo.md
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
-    learning_rate: float | None = None  # None: full 5e-6, LoRA 2e-4; the demo's model 1e-3
+    learning_rate: float | None = None  # peak; None: full 5e-6, LoRA 2e-4, demo's model 1e-3
     batch_size: int = 16  # pairs per forward pass, summed over all processes
     num_epochs: float = 2.0  # passes over the training data
 
@@ -37,9 +37,9 @@ class Config:
     output_dir: str = ""  # folder for the fine-tuned model; empty: result_dir/model
 
     # data
-    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; or none, a .jinja file, or a name
     chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
-    keep_thoughts: bool = False  # append a reply as written where the template drops text of it
+    keep_thoughts: bool = False  # keep thoughts in replies that the chat template would remove
     max_length: int = 1024  # maximum tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
     max_rows: int = -1  # use only the first rows of train_data; -1: all
@@ -47,7 +47,7 @@ class Config:
     shuffle: bool = True  # shuffle the data in every epoch
     on_bad_record: Literal["error", "skip"] = "error"  # stop at a malformed row, or skip it
     columns: str = ""  # other names of data fields, such as prompt=question,chosen=response_j
-    extra_fields: str = ""  # fields of the data that loss_of finds in Pair.extra: importance,source
+    extra_fields: str = ""  # data fields for loss_of, in Pair.extra, such as importance,source
     cache_dir: str = ""  # cache of token ids; empty: the folder .tokens next to result_dir
 
     # loss options
@@ -78,13 +78,13 @@ class Config:
 
     # precision and hardware
     use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
-    base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"  # frozen weights; 4bit: QLoRA
+    base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"  # of frozen weights; 4bit: QLoRA
     layout: Literal["auto", "shared", "separate"] = "auto"  # compute a pair's prompt once, or twice
     lean: bool = True  # store fewer activations for LoRA; results are unchanged
     use_gradient_checkpointing: bool = False  # recompute activations to save memory; slower
     strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"  # replicate the model, or shard it
-    sharding_config: str = ""  # file of FSDP or DeepSpeed; see scripts/distributed_setup.py
-    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: gradients in transfer
+    sharding_config: str = ""  # FSDP or DeepSpeed file; see scripts/distributed_setup.py
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of sent gradients (DDP, FSDP)
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation
 
@@ -94,7 +94,7 @@ class Config:
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     save_best: bool = False  # save the weights with the lowest validation loss
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
-    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    restart: bool = False  # start from scratch; the old run folder is renamed
     log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order, data split and LoRA initialization

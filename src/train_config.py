@@ -26,7 +26,7 @@ class Model:
 @dataclass
 class FineTuning:
     # section fine_tuning
-    type: Literal["lora", "full", "qlora"] = "lora"  # train an adapter or all weights; 4-bit LoRA
+    type: Literal["lora", "full", "qlora"] = "lora"  # LoRA, all weights, or LoRA on 4-bit weights
     lora_r: int = 16  # rank of the LoRA
     lora_alpha: int = 32  # the output of the LoRA is scaled by lora_alpha / lora_r
     lora_dropout: float = 0.0  # dropout in the LoRA; 0 gives equal results on any number of GPUs
@@ -36,11 +36,11 @@ class FineTuning:
 @dataclass
 class Training:
     # section training
-    objective: Literal["sft"] = "sft"  # imitate replies; for DPO use main_distributed.py
+    objective: Literal["sft"] = "sft"  # supervised fine-tuning; for DPO: main_distributed.py
     micro_batch_size: int = 4  # rows per forward pass and process
     num_epochs: float = 3.0  # passes over the training data
     max_steps: int = -1  # optimizer steps; -1: from num_epochs; 0: evaluate only
-    learning_rate: float | None = None  # None: full 2e-5, LoRA 2e-4; the demo's model 1e-3
+    learning_rate: float | None = None  # peak; None: full 2e-5, LoRA 2e-4, demo's model 1e-3
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"  # schedule after the warm-up
     warmup_ratio: float = 0.1  # fraction of the steps for the linear warm-up
     weight_decay: float = 0.0  # AdamW weight decay of weight matrices
@@ -59,10 +59,10 @@ class Dataset:
     # section dataset
     train_data: str = "data/demo/instructions.jsonl"  # training data; see docs/data.md
     val_data: str = ""  # validation data; empty: val_share of train_data
-    val_share: float = 0.05  # fraction of the prompts for validation without val_data; 0: none
-    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
+    val_share: float = 0.05  # fraction of the prompts held out if val_data is empty; 0: none
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; or none, a .jinja file, or a name
     chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
-    keep_thoughts: bool = False  # append a reply as written where the template drops text of it
+    keep_thoughts: bool = False  # keep thoughts in replies that the chat template would remove
     max_length: int = 1024  # maximum tokens of prompt + response
     truncation: Literal["keep_end", "keep_start"] = "keep_end"  # part of a long prompt that is kept
     max_rows: int = -1  # use only the first rows of train_data; -1: all
@@ -81,7 +81,7 @@ class Distributed:
     fsdp_config: str = ""  # JSON file from scripts/distributed_setup.py fsdp; empty: FULL_SHARD
     gradient_accumulation_steps: int = 1  # forward passes per optimizer step
     bucket_mb: float = 25.0  # DDP: size of a gradient bucket in MiB
-    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # DDP, FSDP: gradients in transfer
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of sent gradients (DDP, FSDP)
     backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # auto: by device
     timeout_minutes: float = 30.0  # time limit of a collective operation
 
@@ -106,10 +106,10 @@ SECTIONS |= {"dataset": Dataset, "distributed": Distributed, "output": Output}
 
 @dataclass
 class Config(Output, Distributed, Dataset, Training, FineTuning, Model):
-    # flags only: they belong to one start of the script, not to the run
+    # only flags, not in the YAML file
     config: str = "config.yaml"  # YAML file; flags override its values
-    deepspeed: str = ""  # JSON file; stands for use_deepspeed and deepspeed_config
-    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    deepspeed: str = ""  # JSON file; sets use_deepspeed and deepspeed_config
+    restart: bool = False  # start from scratch; the old run folder is renamed
     check: bool = False  # read and check everything, then exit without training
     debug: bool = False  # show a traceback for user errors
 

@@ -23,19 +23,19 @@ class Config:
     train_batch_size: int = 24  # windows per forward pass and process
     lr: float = 8e-3  # peak learning rate
     n_transit: int = 240  # context length in environment steps, without use_compressed_context
-    use_compressed_context: bool = False  # context of two regions, of which the older is dropped
+    use_compressed_context: bool = False  # two regions; if both are full, the older is dropped
     compress_interval: int = 80  # environment steps per region, with use_compressed_context
 
     # tasks and source algorithm
-    env: str = "darkroom"  # or darkroom_permuted, key_to_door, or FrozenLake-v1 of gymnasium
+    env: str = "darkroom"  # darkroom, darkroom_permuted, key_to_door, or a gymnasium environment
     grid_size: int = 9  # width and height of the grid
     horizon: int = 20  # steps per episode
     n_task: int = 0  # number of tasks, drawn at random; 0: all
     source: Source = "posterior"  # algorithm to distill; imported: traj_file is an HDF5 file
     alg_seed: int = 42  # random seed of the source algorithm
     source_lr: float = 0.5  # Q-learning: learning rate of the values
-    source_optimism: float = 0.0  # Q-learning: initial values
-    share_table: bool = True  # Q-learning: the histories of a task learn together
+    source_optimism: float = 0.0  # Q-learning: initial values of the table
+    share_table: bool = True  # Q-learning: the histories of a task share one table of values
     source_noise: float = 0.2  # posterior sampling: fraction of random actions
     n_stream: int = 40  # histories per task
     total_source_timesteps: int = 19200  # environment steps per task, summed over its histories
@@ -43,8 +43,8 @@ class Config:
     # training histories
     env_split_seed: int = 0  # random seed of the split into training and held-out tasks
     train_env_ratio: float = 0.9  # fraction of tasks for training
-    train_n_stream: int = 40  # histories per training task
-    train_source_timesteps: int = 480  # environment steps per history
+    train_n_stream: int = 40  # histories of each training task that are used
+    train_source_timesteps: int = 480  # environment steps of each history that are used
 
     # model
     tf_n_embd: int = 32  # embedding size
@@ -66,8 +66,8 @@ class Config:
 
     # evaluation, on the main process
     test_batch_size: int = 512  # windows per forward pass
-    eval_interval: int = 500  # steps between losses on held-out tasks; 0: at the end
-    gen_interval: int = 500  # steps between trials on held-out tasks; 0: at the end
+    eval_interval: int = 500  # steps between evaluations of the held-out loss; 0: only at the end
+    gen_interval: int = 500  # steps between trials on held-out tasks; 0: only at the end
     eval_episodes: int = 60  # episodes per trial, all in one context
     eval_copies: int = 8  # trials per task
     eval_temperature: float = 0.4  # sampling temperature of actions
@@ -82,7 +82,7 @@ class Config:
     ckpt_interval: int = 1000  # steps between checkpoints; 0: at the end and every 15 minutes
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
-    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    restart: bool = False  # start from scratch; the old run folder is renamed
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of window order and model initialization
     deterministic: bool = False  # use deterministic kernels; slower

@@ -23,7 +23,7 @@ class Common:
 
     # most used settings
     base_model_dir: str = "data/weights"  # folder with the .pt files of named models
-    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda: gloo
+    backend: Literal["auto", "nccl", "gloo", "ccl", "xccl", "xpu"] = "auto"  # --no_cuda sets gloo
 
     # data
     homo_oligomer: bool = False  # design identical chains with one common sequence
@@ -39,7 +39,7 @@ class PairSettings(Common):
     """Settings of training and of dpo_inv.evaluate: how pairs are read and decoded."""
 
     # objective
-    decoding_order: Literal["random", "mutated_last"] = "random"  # of the residues
+    decoding_order: Literal["random", "mutated_last"] = "random"  # decoding order of the residues
     num_orders: int = 1  # random decoding orders per pair, over which log-probs are averaged
 
     # data
@@ -55,16 +55,16 @@ class Config(PairSettings):
     # most used settings
     base_model_name: str = ""  # name or .pt file; empty: v_48_020, or the demo model for demo data
     train_data: str = "data/input/test_data_real.json"  # preference pairs; see docs/protein_data.md
-    val_data: str = ""  # validation pairs; empty: whole families, up to a tenth of the pairs
+    val_data: str = ""  # validation pairs; empty: complete families, up to a tenth of train_data
     output_dir: str = "outputs/dpo_ddp"  # folder for models, metrics, plots and checkpoints
-    learning_rate: float | None = None  # None: 1e-4, for the demo data 2e-4; --lr is an alias
+    learning_rate: float | None = None  # peak; None: 1e-4, for the demo data 2e-4; alias: --lr
     beta: float = 0.1  # strength of the KL penalty; higher keeps the policy closer to the reference
     batch_size: int = 1  # pairs per forward pass and process; a batch has one backbone
     num_epochs: float | None = None  # passes over the training data; None: 2, for the demo data 10
 
     # objective
     method: Method = "dpo"  # loss function
-    weighting: Literal["none", "margin"] = "none"  # weight of a pair: equal, or its ddG margin
+    weighting: Literal["none", "margin"] = "none"  # weight of a pair: 1, or its ddG margin
     sft_weight: float | None = None  # weight of the NLL of preferred (None: 0; orpo: 1)
     label_smoothing: float | None = None  # cdpo, robust: fraction of wrong labels (None: 0.1)
     lambda_dpop: float | None = None  # dpop, dpopshift: weight of the penalty (None: 50)
@@ -91,7 +91,7 @@ class Config(PairSettings):
     save_every: int = 0  # steps between checkpoints; 0: after each epoch and every 15 minutes
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
-    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    restart: bool = False  # start from scratch; the old run folder is renamed
     timeout_minutes: float = 30.0  # time limit of a collective operation
     log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files

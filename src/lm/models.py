@@ -56,8 +56,8 @@ def check_kind(place: str, config: PretrainedConfig) -> None:
     if quantization:
         advice = f"its weights are quantized ({quantization}); use the original model (for an "
         advice += "adapter with --init_adapter ADAPTER), which --type qlora of train.py and "
-        advice += "--base_dtype 4bit of main_distributed.py quantize; if they are not quantized, "
-        advice += "remove the quantization from config.json"
+        advice += "--fine_tuning lora --base_dtype 4bit of main_distributed.py quantize; if they "
+        advice += "are not quantized, remove the quantization from config.json"
         if quantization in DEQUANTIZED:  # the original model is quantized as well
             settings = f"quantization_config=transformers.{DEQUANTIZED[quantization]}"
             advice = f"its weights are quantized ({quantization}); use a copy in bf16: "

@@ -12,9 +12,9 @@ class Config:
     # most used settings
     model_name: str = "data/demo/model"  # folder or Hugging Face name of the model
     x0_file: str = "data/demo/x0.txt"  # text file with the system prompt to bake
-    question_dataset: str = "data/demo/questions_train.jsonl"  # .jsonl, or .txt with lines
+    question_dataset: str = "data/demo/questions_train.jsonl"  # see docs/prompt_baking.md
     columns: str = ""  # other names of data fields, such as question=prompt
-    num_questions: int = 88  # maximum number of questions, the first ones; -1: all
+    num_questions: int = 88  # use only the first questions; -1: all
     num_sequences_per_question: int = 25  # replies per question
     batch_size: int = 38  # replies per forward pass and process
     max_sequence_length: int = 128  # maximum tokens per reply
@@ -22,9 +22,9 @@ class Config:
     top_p: float = 1.0  # nucleus sampling: smallest set of tokens with this probability
 
     # other system prompts, with which the model should not change
-    retain_prompts: str = "data/demo/retain_prompts.txt"  # for training, one per line; empty: none
+    retain_prompts: str = "data/demo/retain_prompts.txt"  # .txt or .json for training; or empty
     retain_share: float = 0.3  # fraction of the training replies that use these prompts
-    other_prompts: str = "data/demo/other_prompts.json"  # for evaluation: {name: prompt}
+    other_prompts: str = "data/demo/other_prompts.json"  # .txt or .json for evaluation; or empty
 
     # output
     traj_out_file: str = "data/traj_chat.jsonl"  # replies for training
@@ -32,7 +32,7 @@ class Config:
     val_split: float = 0.1  # fraction of held-out questions
 
     # model and hardware
-    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; or none, a .jinja file, or a name
     chat_template_kwargs: str = ""  # template arguments as JSON, such as {"enable_thinking": false}
     use_mixed_precision: bool = True  # bf16 if the GPU supports it, else fp16; fp32 on a CPU
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"  # precision of the weights

@@ -16,7 +16,7 @@ class Config:
     model_name: str = ""  # folder or Hugging Face name; empty: the model that wrote the replies
     num_epochs: float = 1.0  # passes over the training data
     batch_size: int = 10  # replies per forward pass and process
-    learning_rate: float | None = None  # None: 1e-3
+    learning_rate: float | None = None  # peak learning rate; None: 1e-3
     lora_r: int = 32  # rank of the LoRA; without torchrun, --r and -r are aliases
     judge: str = ""  # file.py:function that maps (question, reply) to a score or {name: score}
 
@@ -28,7 +28,7 @@ class Config:
 
     # data
     max_traj_len: int = 1024  # maximum tokens of system prompt + question + reply
-    chat_template: str = "auto"  # auto: the tokenizer's, if any; none; .jinja file; or its name
+    chat_template: str = "auto"  # auto: the tokenizer's, if any; or none, a .jinja file, or a name
     chat_template_kwargs: str = ""  # template arguments as JSON; empty: as in the data
     shuffle: bool = True  # shuffle the data in every epoch
 
@@ -45,7 +45,7 @@ class Config:
     max_grad_norm: float = 1.0  # clip the gradient norm at this value; 0: no clipping
 
     # example replies with the system prompt, without it, and of the baked model
-    questions: str = ""  # questions to answer; empty: those of val_path
+    questions: str = ""  # file of questions to answer; empty: the questions of val_path
     num_samples: int | None = None  # replies of each model; None: 16, with a judge 100; 0: none
     max_new_tokens: int = 128  # maximum tokens per reply
     sample_batch_size: int | None = None  # replies per forward pass; None: as many as fit, up to 64
@@ -66,7 +66,7 @@ class Config:
     keep_checkpoints: int = 2  # number of most recent checkpoints to keep
     save_best: bool = False  # save the weights with the lowest validation loss
     stop_after_minutes: float = 0.0  # save and exit with status 85 after this time; 0: no limit
-    restart: bool = False  # start from scratch; an unfinished run is moved aside
+    restart: bool = False  # start from scratch; the old run folder is renamed
     log_every: int = 0  # steps between printed lines; 0: about 30 lines in all
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # logger besides the files
     seed: int = 0  # random seed of data order and LoRA initialization

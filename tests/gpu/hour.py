@@ -64,7 +64,7 @@ PIECES = [
     Piece(
         "speed:long:trl",
         145,
-        "`speed:long:ours` in TRL with its best settings",
+        "the task of `speed:long:ours` in TRL with its best settings",
         TRL,
         "speed:long:ours",
     ),
@@ -85,17 +85,25 @@ PIECES = [
     Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
     Piece("baking", 30, "Prompt baking of the demo"),
     Piece(
-        "speed:hh:trl", 145, "`speed:hh:ours` in TRL with its best settings", TRL, "speed:hh:ours"
+        "speed:hh:trl",
+        145,
+        "the task of `speed:hh:ours` in TRL with its best settings",
+        TRL,
+        "speed:hh:ours",
     ),
     Piece(
         "speed:long:trl defaults",
         140,
-        "`speed:long:ours` with TRL's defaults",
+        "the task of `speed:long:ours` in TRL with its default settings",
         TRL,
         "speed:long:ours",
     ),
     Piece(
-        "speed:hh:trl defaults", 120, "`speed:hh:ours` with TRL's defaults", TRL, "speed:hh:ours"
+        "speed:hh:trl defaults",
+        120,
+        "the task of `speed:hh:ours` in TRL with its default settings",
+        TRL,
+        "speed:hh:ours",
     ),
 ]
 LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be slow or busy
@@ -104,20 +112,21 @@ LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be
 
 INTRO = """# On a GPU
 
-Measured on {}.
+These results were measured on {}.
 
 `python tests/gpu/hour.py` runs these benchmarks on one NVIDIA GPU with 80 GB. It writes this page
 and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the flag that
 selects benchmarks. A second run measures only failed and missing benchmarks. For tokens/s, MFU and
 peak memory, see [metrics](../results/README.md#metrics). Each loss difference in the tables is the
-largest one of all steps.
+largest difference in any step.
 """
 NOTES = {  # below the title of a piece
     "attention": """
-The table shows the largest differences from separate rows in fp32 on the CPU, in token log-probs
-(root mean square) and in the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have
-several row lengths, head sizes and attention windows. In bf16, a shared prompt may differ at most
-twice as much as separate rows do.
+The reference is the CPU in fp32 with separate rows, in which each response has its own copy of the
+prompt. The table shows the largest differences from it in token log-probs (root mean square) and in
+the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have several row lengths, head sizes
+and attention windows. In bf16, the benchmark fails if the differences with a shared prompt are more
+than twice those with separate rows.
 """,
     "kernels": """
 "Device busy" is the fraction of the time in which the GPU computes. The columns after it count
@@ -169,22 +178,22 @@ GPUs: a CPU build of PyTorch accepts CUDA devices, checks the inputs of each ope
 build would, and computes the operator on the CPU. The checks cover devices, dtypes, autocast,
 host-device synchronization, fused AdamW, and operations that NCCL does not support.
 
-Of {planned} planned runs, on one or two GPUs, {done} were completed, {good} of them with status 0
-and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may
-come from different commits: DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
+Of {planned} planned runs on one or two GPUs, {done} were completed, and {good} ended with status 0
+and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may come from
+different commits. They cover DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
 GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
 and 3, in fp32, bf16 and fp16 (proteins in fp32).
 
-In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. A run that was
-killed and resumed had the same metrics, bit for bit, as one that was not killed. In most runs, the
-host reads from the GPU once per step, and does not wait for the GPU within micro-batches. Libraries
-cause the exceptions:
+In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. The metrics of
+a run that was killed and resumed were bit-identical to those of an uninterrupted run. In most runs,
+the host reads from the GPU once per step, and does not wait for the GPU within micro-batches.
+Libraries cause the exceptions:
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|
 {exceptions}{bad}
-The benchmarks above were also completed on a simulated GPU, with small models. QLoRA and vLLM,
-which need packages for a GPU, were left out. The rehearsal cannot show how the kernels of a GPU
+The benchmarks above were also completed on a simulated GPU, with small models. QLoRA and vLLM
+were left out, because their packages need a GPU. The rehearsal cannot show how the kernels of a GPU
 round, whether CUDA streams have race conditions, whether NCCL works, or how fast a run is.
 """
 PROBLEMS = """
@@ -198,12 +207,13 @@ LENGTHS = {"long": "512, 256", "hh": "HH-RLHF", "short": "64, 512"}  # of roofli
 FORECAST = """
 ## Predicted, not measured
 
-`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts time and memory of a DPO
-step in bf16 with 4 pairs and the shape of Qwen3-8B, with a LoRA of rank 16 or full fine-tuning,
-which does not fit on one GPU of 80 GB. It runs the steps of `src/main_distributed.py` and of TRL on
-tensors without data, and counts their operators. For lengths as in HH-RLHF, times are means of two
-batches, and the peak is the larger of the two. [gpu_predicted.json](gpu_predicted.json) also has
-the numbers of kernels, FLOPs and bytes moved.
+`PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts the time and the memory of
+a DPO step in bf16. The model has the shape of Qwen3-8B, and a step has 4 pairs. Training uses a
+LoRA of rank 16 or full fine-tuning, which does not fit on one GPU of 80 GB. The script runs the
+steps of `src/main_distributed.py` and of TRL on tensors without data, and counts their operators.
+For lengths as in HH-RLHF, times are means of two batches, and the peak memory is the larger of
+their two peaks. [gpu_predicted.json](gpu_predicted.json) also has the numbers of kernels, FLOPs and
+bytes moved.
 
 {}
 
@@ -324,7 +334,7 @@ def measured_on(results):
 
 
 def state(entry):
-    return f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
+    return f"{entry['status']} ({entry['reason']})" if entry["reason"] else entry["status"]
 
 
 def line(*values):

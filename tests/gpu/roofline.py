@@ -57,14 +57,14 @@ if HAS_TRL:
     from trl.kernels import chunked_logprob
     from trl.trainer import dpo_trainer, utils
 
-MODEL = """The predicted time of a kernel is the largest of these values: the time for its FLOPs
-at 70 % of the peak of its dtype, the time to read and write its data at 85 % of the memory
-bandwidth, and 2 us. The host launches one kernel per 50 us, as measured for our step with lengths
+MODEL = """The predicted time of a kernel is the largest of these values: the time for its FLOPs at
+70 % of the peak of its dtype, the time to read and write its data at 85 % of the memory bandwidth,
+and 2 us. The host needs 50 us per kernel launch. This value was measured for our step with lengths
 as in HH-RLHF, in which the GPU is busy a fifth of the time. The time of a step is that of the GPU
 or of the host, whichever is longer. The peak memory excludes the CUDA context and fragmentation of
 the allocator. With its best settings, TRL uses no gradient checkpointing and precomputes the
-reference log-probs. Fused kernels are those of Liger or of the Hub for RMSNorm, SwiGLU and rotary
-embedding."""
+reference log-probs. Fused kernels are those of Liger or of the Hugging Face Hub for RMSNorm, SwiGLU
+and rotary embedding."""
 MATRIX, MEMORY, LAUNCH, HOST = 0.7, 0.85, 2e-6, 50e-6  # as MODEL says
 
 aten = torch.ops.aten
@@ -77,8 +77,8 @@ SIDES = {  # name -> title
     "ours plain": "ours, `--no_lean`",
     "ours checkpointing": "ours, `--use_gradient_checkpointing`",
     "ours full": "ours, `--fine_tuning full`",
-    "trl": "TRL 1.16, best setting",
-    "trl kernels": "TRL 1.16, best setting and fused kernels",
+    "trl": "TRL 1.16, best settings",
+    "trl kernels": "TRL 1.16, best settings and fused kernels",
     "trl defaults": "TRL 1.16, defaults",
 }
 SETTINGS = {  # of main_distributed.py

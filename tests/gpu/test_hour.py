@@ -131,12 +131,12 @@ def test_several_pieces_can_be_named(call):
 
 def test_a_piece_whose_package_is_absent_is_skipped_with_its_name(call, tmp_path):
     begun, lines = call(lacking=["gemmi", "ruamel.yaml", "trl"])
-    assert "protein: skipped: needs gemmi" in lines
-    assert "sharding: skipped: needs ruamel.yaml" in lines
-    assert "speed:long:trl: skipped: needs trl" in lines
+    assert "protein: skipped (needs gemmi)" in lines
+    assert "sharding: skipped (needs ruamel.yaml)" in lines
+    assert "speed:long:trl: skipped (needs trl)" in lines
     assert begun.keys() == PIECES - {"protein", "sharding", "commands", "distillation"}
     page = hour.page(hour.read(tmp_path))
-    assert "## protein\n\n*DPO of ProteinMPNN*\n\nState: skipped: needs gemmi.\n" in page
+    assert "## protein\n\n*DPO of ProteinMPNN*\n\nState: skipped (needs gemmi).\n" in page
     begun, _ = call()  # with the packages, these are done
     later = {"protein", "sharding", "commands", "distillation"}
     assert begun.keys() == later | NEEDS_CUDA | NEEDS_TRL
