@@ -64,7 +64,7 @@ PIECES = [
     Piece(
         "speed:long:trl",
         145,
-        "the task of `speed:long:ours` in TRL with its best settings",
+        "The task of `speed:long:ours`, run with TRL in its best settings",
         TRL,
         "speed:long:ours",
     ),
@@ -72,7 +72,9 @@ PIECES = [
     Piece("sharding", 115, "FSDP, ZeRO and QLoRA on one GPU", YAML),
     Piece("memory", 85, "Peak memory of a step, measured and predicted"),
     Piece("demo", 36, "Losses of 20 steps of the demo, compared with fp32 on a CPU"),
-    Piece("resume", 90, "A run of 100 steps, killed with SIGKILL and resumed, `--deterministic`"),
+    Piece(
+        "resume", 90, "A run of 100 steps with `--deterministic`, killed with SIGKILL and resumed"
+    ),
     Piece("fp16", 30, "SFT of the demo in fp16 with loss scaling, compared with fp32", YAML),
     Piece("generation", 60, "Generation of 16 replies of 128 tokens"),
     Piece(
@@ -82,26 +84,26 @@ PIECES = [
     ),
     Piece("commands", 160, "First commands of the guides, and user errors", YAML),
     Piece("protein", 20, "DPO of ProteinMPNN", ("gemmi",)),
-    Piece("distillation", 30, "Algorithm Distillation, `ad_dr.yaml`", YAML),
+    Piece("distillation", 30, "Algorithm Distillation with `ad_dr.yaml`", YAML),
     Piece("baking", 30, "Prompt baking of the demo"),
     Piece(
         "speed:hh:trl",
         145,
-        "the task of `speed:hh:ours` in TRL with its best settings",
+        "The task of `speed:hh:ours`, run with TRL in its best settings",
         TRL,
         "speed:hh:ours",
     ),
     Piece(
         "speed:long:trl defaults",
         140,
-        "the task of `speed:long:ours` in TRL with its default settings",
+        "The task of `speed:long:ours`, run with TRL in its default settings",
         TRL,
         "speed:long:ours",
     ),
     Piece(
         "speed:hh:trl defaults",
         120,
-        "the task of `speed:hh:ours` in TRL with its default settings",
+        "The task of `speed:hh:ours`, run with TRL in its default settings",
         TRL,
         "speed:hh:ours",
     ),
@@ -112,26 +114,27 @@ LONGEST_DRY = 900  # seconds after which a piece is ended on a CPU, which may be
 
 INTRO = """# On a GPU
 
-These results were measured on {}.
+Except for the last two sections, the results on this page were measured on {}.
 
-`python tests/gpu/hour.py` runs these benchmarks on one NVIDIA GPU with 80 GB. It writes this page
-and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the flag that
-selects benchmarks. A second run measures only failed and missing benchmarks. For tokens/s, MFU and
-peak memory, see [metrics](../results/README.md#metrics). Each loss difference in the tables is the
-largest difference in any step.
+`python tests/gpu/hour.py` runs the benchmarks of this page on one NVIDIA GPU with 80 GB. It writes
+this page and [gpu.json](gpu.json), which has more columns. `--help` lists the requirements and the
+flag that selects benchmarks. A second run measures only failed and missing benchmarks. For
+tokens/s, MFU and peak memory, see [metrics](../results/README.md#metrics). The column "loss
+difference" contains the largest difference of the losses of two runs in any step.
 """
 NOTES = {  # below the title of a piece
     "attention": """
-The reference is the CPU in fp32 with separate rows, in which each response has its own copy of the
-prompt. The table shows the largest differences from it in token log-probs (root mean square) and in
-the LoRA gradient (relative). The cases in [gpu.json](gpu.json) have several row lengths, head sizes
-and attention windows. In bf16, the benchmark fails if the differences with a shared prompt are more
-than twice those with separate rows.
+The reference values were computed on a CPU in fp32 with separate rows, in which each response has
+its own copy of the prompt. The table shows the largest differences from the reference values: the
+root mean square difference of the token log-probs, and the relative difference of the LoRA
+gradient. The cases in [gpu.json](gpu.json) differ in row lengths, head size and attention window.
+In bf16, the benchmark fails if the differences with a shared prompt are more than twice those with
+separate rows.
 """,
     "kernels": """
-"Device busy" is the fraction of the time in which the GPU computes. The columns after it count
-events per step. "Waits" are calls in which the host waits for the GPU. [gpu.json](gpu.json) lists
-the times of the 20 kernels that take the most time.
+"Device busy" is the fraction of the step time during which the GPU computes. The four columns to
+the right of "device busy" count events per step. "Waits" are calls in which the host waits for the
+GPU. [gpu.json](gpu.json) lists the times of the 20 kernels that take the most time.
 """,
     "sharding": "\nAll strategies except QLoRA train all weights of a 0.6B model.\n",
     "memory": """
@@ -180,14 +183,15 @@ host-device synchronization, fused AdamW, and operations that NCCL does not supp
 
 Of {planned} planned runs on one or two GPUs, {done} were completed, and {good} ended with status 0
 and without a problem. [gpu_rehearsed.json](gpu_rehearsed.json) lists the runs, which may come from
-different commits. They cover DPO (all weights and LoRA; Qwen3, Llama, Mistral, Gemma 2 and 3,
-GPT-2), SFT, baking, proteins, distillation, FSDP (four kinds, offloading, LoRA, DPO) and ZeRO 1, 2
-and 3, in fp32, bf16 and fp16 (proteins in fp32).
+different commits. They cover DPO, SFT, baking, proteins, distillation, FSDP and ZeRO 1, 2 and 3.
+The DPO runs train all weights or a LoRA of Qwen3, Llama, Mistral, Gemma 2, Gemma 3 or GPT-2. The
+FSDP runs cover four sharding strategies, offloading, LoRA and DPO. The precisions are fp32, bf16
+and fp16 (for proteins, only fp32).
 
 In fp32, losses and gradient norms differed from those on a CPU by at most {gap:.1e}. The metrics of
 a run that was killed and resumed were bit-identical to those of an uninterrupted run. In most runs,
 the host reads from the GPU once per step, and does not wait for the GPU within micro-batches.
-Libraries cause the exceptions:
+The table lists the other runs, whose additional reads and waits are caused by libraries:
 
 | runs | reads per step | waits in micro-batches |
 |---|---|---|
@@ -208,21 +212,22 @@ FORECAST = """
 ## Predicted, not measured
 
 `PYTHONPATH=src:tests/bench python tests/gpu/roofline.py --docs` predicts the time and the memory of
-a DPO step in bf16. The model has the shape of Qwen3-8B, and a step has 4 pairs. Training uses a
-LoRA of rank 16 or full fine-tuning, which does not fit on one GPU of 80 GB. The script runs the
-steps of `src/main_distributed.py` and of TRL on tensors without data, and counts their operators.
-For lengths as in HH-RLHF, times are means of two batches, and the peak memory is the larger of
-their two peaks. [gpu_predicted.json](gpu_predicted.json) also has the numbers of kernels, FLOPs and
-bytes moved.
+a DPO step in bf16. The model has the shape of Qwen3-8B, and a step has 4 pairs. The step trains a
+LoRA of rank 16 or all weights. Full fine-tuning does not fit on one GPU with 80 GB. The script runs
+the steps of `src/main_distributed.py` and of TRL on tensors without data, and counts their
+operators. For lengths as in HH-RLHF, times are means of two batches, and the peak memory is the
+larger of their two peaks. [gpu_predicted.json](gpu_predicted.json) also has the numbers of kernels,
+FLOPs and bytes moved.
 
 {}
 
-The column titles are the numbers of prompt and response tokens. Each cell contains the ms per step
-on an H100 and on an A100, and the peak memory in GiB:
+Each column title contains the numbers of prompt and response tokens. Each cell contains the ms per
+step on an H100, the ms per step on an A100, and the peak memory in GiB:
 
 """
 COMPARED = """
-Only these rows have been measured. For HH-RLHF, the measured peak is the maximum over 11 batches:
+The next table compares predictions with measurements on an H100. The other predictions have not
+been checked. For HH-RLHF, the measured peak is the maximum over 11 batches.
 
 | prompt, response tokens | program | predicted ms | measured ms | predicted GiB | measured GiB |
 |---|---|---|---|---|---|
@@ -234,7 +239,9 @@ def page(results):
     text = INTRO.format(measured_on(results) or "no GPU yet")
     tried = [piece for piece in PIECES if piece.name in results]
     waiting = [f"- `{piece.name}`: {piece.title}\n" for piece in PIECES if piece not in tried]
-    text += f"\nNot measured yet:\n\n{''.join(waiting)}" if waiting else ""
+    text += (
+        f"\nThese benchmarks have not been measured yet:\n\n{''.join(waiting)}" if waiting else ""
+    )
     for piece in tried:
         entry = results[piece.name]
         ended = f"\n\n{textwrap.fill(f'State: {state(entry)}.', 120)}"

@@ -58,13 +58,13 @@ if HAS_TRL:
     from trl.trainer import dpo_trainer, utils
 
 MODEL = """The predicted time of a kernel is the largest of these values: the time for its FLOPs at
-70 % of the peak of its dtype, the time to read and write its data at 85 % of the memory bandwidth,
-and 2 us. The host needs 50 us per kernel launch. This value was measured for our step with lengths
-as in HH-RLHF, in which the GPU is busy a fifth of the time. The time of a step is that of the GPU
-or of the host, whichever is longer. The peak memory excludes the CUDA context and fragmentation of
-the allocator. With its best settings, TRL uses no gradient checkpointing and precomputes the
-reference log-probs. Fused kernels are those of Liger or of the Hugging Face Hub for RMSNorm, SwiGLU
-and rotary embedding."""
+70 % of the GPU's peak FLOP/s for its dtype, the time to read and write its data at 85 % of the
+memory bandwidth, and 2 us. The host needs 50 us per kernel launch. This value was measured for our
+step with lengths as in HH-RLHF, in which the GPU is busy a fifth of the time. The predicted time of
+a step is the time of its kernels on the GPU or of all launches on the host, whichever is longer.
+The peak memory excludes the CUDA context and fragmentation of the allocator. With its best
+settings, TRL uses no gradient checkpointing and precomputes the reference log-probs. "Fused
+kernels" are those of Liger or of the Hugging Face Hub for RMSNorm, SwiGLU and rotary embedding."""
 MATRIX, MEMORY, LAUNCH, HOST = 0.7, 0.85, 2e-6, 50e-6  # as MODEL says
 
 aten = torch.ops.aten

@@ -290,7 +290,7 @@ def test_what_was_measured_is_next_to_its_prediction():
     (ours,) = (x for x in page.splitlines() if x.startswith("| 512, 256 | "))
     assert ours.startswith("| 512, 256 | ours | 275 | 250 | ") and ours.endswith(" | 31.5 |")
     assert "\n- `speed:long:trl`: " in page and "\n- `speed:long:ours`: " not in page
-    assert page.lower().count("not measured yet") == 1
+    assert page.lower().count("not been measured yet") == 1
     bare = hour.page({})
     assert "## speed" not in bare and "measured ms" not in bare
 
