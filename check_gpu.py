@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 if importlib.util.find_spec("torch") is None:
-    print("error: no torch in this environment; ./run_distributed.sh makes one", file=sys.stderr)
+    own = Path(__file__).resolve().with_name(".venv") / "bin/activate"
+    fix = f". {own}" if own.exists() else "./run_distributed.sh makes one"
+    print(f"error: no torch in this environment; {fix}", file=sys.stderr)
     raise SystemExit(2)
 
 import torch

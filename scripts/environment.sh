@@ -25,7 +25,7 @@ use_environment() {
     fi
     [ "$status" -ne 2 ] || exit 2
     [ "$status" -eq 0 ] || make_environment
-    export PATH="$root/.venv/bin:$PATH"
+    export PATH="$root/.venv/bin:$PATH" DDP_ACTIVATE="$root/.venv/bin/activate"
   fi
   # The environment need not have this project installed, or may have another copy of it.
   export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"

@@ -28,7 +28,7 @@ from ddp_utils import distributed, losses, sampler
 from ddp_utils.data import DataFile, digest_of_files
 from ddp_utils.distributed import World, to_device
 from ddp_utils.metrics import Averages
-from ddp_utils.policy import Policy, Precision, Strategy, learning_rate, make_optimizer
+from ddp_utils.policy import Policy, Precision, Strategy, learning_rate, make_optimizer, rate_text
 from ddp_utils.run import Run, RunSpec, check
 from lm import logps, model_files, models, parallel, sampling
 from lm import preference_data as preferences
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.describe(
             model=f"{config.model_name}, {config.fine_tuning}{sharding}",
             loss=f"{config.method}, beta {config.beta:g}, sft_weight {loss.sft_weight:g}",
-            steps=f"{plan.steps} of {plan.global_batch} pairs, learning rate {peak_rate:.3g}",
+            steps=f"{plan.steps} of {plan.global_batch} pairs, {rate_text(peak_rate, config)}",
             files=" ".join(filter(None, (config.train_data, config.val_data, config.test_data))),
         )
 

@@ -105,7 +105,8 @@ def existing_file(path: AnyPath) -> Path:
     file = resolve(path)
     if not os.path.isfile(file):
         folders = " or ".join(dict.fromkeys([str(Path.cwd()), str(ROOT)]))
-        problem = f"no such file (expected a regular file in {folders})"
+        place = "" if os.path.isabs(path) else f" in {folders}"
+        problem = f"no such file (expected a regular file{place})"
         if re.fullmatch(r"[\w-]+/[^/]+", str(path)) and not re.search(r"\.\w+$", str(path)):
             problem += "; a data set of the hub is OWNER/NAME:SPLIT"
         raise UserError(f"{str(path) or repr('')}: {problem}")

@@ -436,6 +436,16 @@ def learning_rate(rate: float, lr_scaling: str, batch_ratio: float, world_size: 
     return rate * factors.get(lr_scaling, 1.0)
 
 
+def rate_text(peak: float, config: Any) -> str:
+    """Return the peak learning rate and, if it differs from the setting, how it was scaled."""
+    rate = config.learning_rate
+    if peak == rate:
+        return f"learning rate {peak:.3g}"
+    return (
+        f"learning rate {peak:.3g} ({rate:.3g} x {peak / rate:.3g}, lr_scaling {config.lr_scaling})"
+    )
+
+
 def decay(kind: str, done: int, steps: int, warmup: int) -> float:
     """Return the factor on the peak learning rate for the step after `done` steps.
 

@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             f"Learning rate: {peak:.3g}, linear rule: {rate * ratio:.3g}"
         )
         loss = f"{config.method}, beta {config.beta:g}"
-        steps = f"{plan.steps}, learning rate {peak:.3g}"
+        steps = f"{plan.steps}, {policies.rate_text(peak, config)}"
         run.describe(model=config.base_model_name, loss=loss, steps=steps)
 
         # model

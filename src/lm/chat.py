@@ -2,7 +2,7 @@
 
 python -m lm.chat results/dpo
 python -m lm.chat results/dpo --before   # the model before training
-echo "Where is the cat?" | python -m lm.chat results/dpo --temperature 0
+echo "What color is a banana?" | python -m lm.chat results/dpo --temperature 0
 """
 
 from ddp_utils import cli

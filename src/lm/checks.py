@@ -55,10 +55,9 @@ def warn_of_guessing(nll: float, model: Any) -> None:
     """
     guess = math.log(model.config.get_text_config().vocab_size)
     if nll > 1.2 * guess:
-        problem = (
-            f"before training, the NLL of a token is {nll:.2f} nats, that of a guess {guess:.2f}"
-        )
-        hint = "use the model's own tokenizer, intact weights, and the base model of an adapter"
+        numbers = f"{nll:.2f} nats per token, a random guess {guess:.2f}"
+        problem = f"before training, the model predicts the replies worse than a guess ({numbers})"
+        hint = "use a model of their language and subject, its own tokenizer and intact weights"
         distributed.warn(f"warning: {problem}; {hint}")
 
 

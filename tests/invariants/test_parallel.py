@@ -15,7 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import reading
 import runs
 from ddp_utils import checkpoints, distributed
-from ddp_utils.policy import LossScale, Policy, Precision, decay, learning_rate, make_optimizer
+from ddp_utils.policy import (
+    LossScale,
+    Policy,
+    Precision,
+    decay,
+    learning_rate,
+    make_optimizer,
+    rate_text,
+)
 from ddp_utils.run import from_main
 from lm import logps, models, parallel
 from lm.chat_template import Encoder
@@ -165,6 +173,9 @@ def test_the_peak_rate_by_hand():
     expected = {"linear": 4e-5, "sqrt": 2e-5, "world_size": 8e-5, "none": 1e-5}
     for scaling, rate in expected.items():
         assert learning_rate(1e-5, scaling, 64 / 16, world_size=8) == pytest.approx(rate)
+    config = SimpleNamespace(learning_rate=1e-4, lr_scaling="linear")
+    assert rate_text(1e-4, config) == "learning rate 0.0001"
+    assert rate_text(2e-4, config) == "learning rate 0.0002 (0.0001 x 2, lr_scaling linear)"
 
 
 PAIRS = [Pair([5, 6, 7], [8, 9, 2], [10, 2], "", "")]

@@ -385,7 +385,7 @@ def test_the_accuracy_of_a_single_step_is_not_shown(tmp_path):
 
 REPEATED = "{} of 40 held-out rows have prompts also in train_data: their numbers say nothing"
 DOUBTS = [  # held-out rows, those whose prompt is also in the training data -> the warning's begin
-    (1, 0, "held-out rows: 1 (expected at least 20), too few to judge the result; use more"),
+    (1, 0, "held-out rows: 1 (expected at least 20), too few to judge the result; hold out"),
     (19, 0, "held-out rows: 19 (expected at least 20), too few"),
     (20, 0, ""),
     (20, 2, ""),
@@ -408,6 +408,31 @@ def test_held_out_numbers_that_can_tell_nothing_are_no_result(tmp_path, count, r
         assert found[1:] == ["loss        training 1.0000 -> 0.5000, single steps"]
     else:
         assert found == ["loss        held out 0.7500 -> 0.2500 [0.1250, 0.3750]"]
+
+
+RISEN = [  # held-out losses by step, lower limit of the last one, and what the warning begins with
+    ((0.75, 0.25, 0.5), 0.375, "warning: the held-out loss was lowest after step 1 (0.2500)"),
+    ((0.75, 0.25, 0.5), 0.125, ""),  # not significant
+    ((0.75, 0.5, 0.25), 0.125, ""),
+    ((0.75, 0.25, 0.5), None, ""),
+    ((), 0.5, ""),
+]
+
+
+@pytest.mark.parametrize(("losses", "low", "warning"), RISEN)
+def test_a_held_out_loss_that_has_risen_again_is_a_warning(losses, low, warning):
+    lines = [{"split": "train", "step": 9, "loss": 0.0}]
+    lines += [{"split": "val", "step": step, "loss": loss} for step, loss in enumerate(losses)]
+    found = report.past_the_best(lines, low)
+    assert len(found) == bool(warning) and "".join(found).startswith(warning)
+
+
+def test_an_environment_that_is_not_active_precedes_the_next_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("DDP_ACTIVATE", raising=False)
+    assert report.activation() == ""
+    monkeypatch.setenv("DDP_ACTIVATE", str(tmp_path / ".venv/bin/activate"))
+    monkeypatch.chdir(tmp_path)
+    assert report.activation() == ". .venv/bin/activate; "
 
 
 def test_the_names_of_the_notes_are_those_of_the_data_reports():
@@ -453,7 +478,11 @@ def test_the_model_card_describes_the_training(tmp_path):
         tmp_path / "mine",
         summary={"status": "finished", "step": 2, "val": val},
         config={"model_name": "a/base", "lora_r": 4, "out_dir": "results/mine"},
-        environment={"command": "python src/train_loop.py --lora_r 4", "defaults": {"lora_r": 32}},
+        environment={
+            "command": "python src/train_loop.py --lora_r 4",
+            "defaults": {"lora_r": 32},
+            "changes": "my.py differs in loss_of",
+        },
     )
     report.write(folder, report.read_run(folder))  # no model yet, no card
     assert not [*folder.rglob("README.md")]
@@ -467,7 +496,7 @@ def test_the_model_card_describes_the_training(tmp_path):
         "A model trained from a/base with this command (",
         "- share baked held out 0.9970",
         "python src/train_loop.py --lora_r 4",
-        "| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
+        "loss_of.\n\n| setting | value | default |\n|---|---|---|\n| lora_r | 4 | 32 |",
         "| KL removed, fraction | 0.997 |",
         "| kept/kl/pirate | 0.0123 |",
     ):

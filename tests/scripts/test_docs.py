@@ -195,7 +195,7 @@ def test_the_snippet_of_the_readme_loads_a_result(tmp_path):
     flags += ["--val_data", runs.PAIRS, "--test_data", runs.PAIRS]
     ranks(1, runs.main, [*flags, "--result_dir", str(tmp_path / "results/dpo")])
     shown = programs.process([sys.executable, "-c", snippet], cwd=tmp_path).stdout
-    assert "Where is the cat?" in shown
+    assert "What color is a banana?" in shown
 
 
 @pytest.mark.show

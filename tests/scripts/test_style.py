@@ -25,20 +25,20 @@ SHELL = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.s[hl]*")])
 # These numbers are alarms, 2 to 5 % above what was measured. A commit that raises one says why.
 # Script -> our files and lines of code that its imports lead to:
 REACHED = {
-    "main_distributed": (33, 6150),
-    "train": (34, 6230),
-    "train_loop": (35, 6000),
-    "generate_data": (27, 5210),
+    "main_distributed": (33, 6160),
+    "train": (34, 6250),
+    "train_loop": (35, 6020),
+    "generate_data": (27, 5230),
     "dpo_inv.run_dpo_ddp": (26, 4860),
     "dpo_inv.inference": (18, 3520),
-    "ad.train": (23, 3950),
+    "ad.train": (23, 3960),
     "ad.evaluate": (15, 2640),
 }
-AFTER_THE_DEMO = (36, 6440)  # of main_distributed.py, DDP: files and lines that it has imported
-SHARED = (17, 3350)  # files and lines of ddp_utils without tools/; the goal is 2,100
+AFTER_THE_DEMO = (36, 6460)  # of main_distributed.py, DDP: files and lines that it has imported
+SHARED = (17, 3360)  # files and lines of ddp_utils without tools/; the goal is 2,100
 # of ddp_utils, what these scripts import; the goal is 1,900 each
-SHARED_OF = {"dpo_inv.run_dpo_ddp": 2970, "ad.train": 2970}
-PYTHON = 14700  # outside tests; the goal is 11,000
+SHARED_OF = {"dpo_inv.run_dpo_ddp": 2980, "ad.train": 2980}
+PYTHON = 14730  # outside tests; the goal is 11,000
 SHELL_LINES = 295
 GETATTR = 15  # getattr(config, ...): of names that the settings declare
 

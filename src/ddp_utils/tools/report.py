@@ -11,6 +11,7 @@ A run starts this program when it ends. It imports neither torch nor transformer
 import argparse
 import base64
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -94,9 +95,9 @@ def doubts(val: dict, report: dict) -> str:
     rows = val.get("count", FEWEST)
     if rows < FEWEST:
         problem = f"held-out rows: {rows} (expected at least {FEWEST})"
-        fix = "use more data (docs/pairs.md says how much)"
+        fix = "hold out more rows (docs/pairs.md)"
         shows = "This run shows that data and settings work, not how good the model is on new data"
-        learned = "losses and margins below are of training rows, which a model learns by heart"
+        learned = "the numbers below are of training rows, which a model learns by heart"
         return f"{problem}, too few to judge the result; {fix}. {shows}: {learned}"
     for note in REPEATED:
         repeated = report.get("notes", {}).get(note, 0)
@@ -124,6 +125,8 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     if doubt:
         texts.append(f"warning: {doubt}")
         first = last = {}
+    elif "best" not in summary:
+        texts += past_the_best(lines, last.get("loss_low"))
     for metric, known in METRICS.items():
         name = known.result
         if not name:
@@ -154,6 +157,19 @@ def results(folder: Path, summary: dict, report: dict) -> list[str]:
     return texts + summary.get("warnings", [])
 
 
+def past_the_best(lines: list[dict], low: float | None) -> list[str]:
+    """Return a warning if the held-out loss is significantly above the lowest one of the run.
+
+    lines: the metrics; low: lower limit of the last held-out loss, or None.
+    """
+    held_out = [line for line in lines if line["split"] == "val" and line.get("loss") is not None]
+    loss, step = min(((line["loss"], line["step"]) for line in held_out), default=(math.inf, 0))
+    if low is None or loss >= low:
+        return []
+    lowest = f"the held-out loss was lowest after step {step} ({loss:.4f}) and has risen since"
+    return [f"warning: {lowest}; use fewer steps, or --save_best if the script has it"]
+
+
 def arrow(values: Sequence[float]) -> str:
     """Return the numbers with an arrow between them."""
     return " -> ".join(f"{value:.4f}" for value in values)
@@ -178,8 +194,14 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
         lines.append(f"{'model':<11} {model.path}")
         if model.library in ("peft", "transformers"):
             quoted = shlex.quote(str(folder))
-            lines.append(f"{'talk to it':<11} python -m lm.chat {quoted}")
+            lines.append(f"{'talk to it':<11} {activation()}python -m lm.chat {quoted}")
     return data.printable("\n".join(lines))
+
+
+def activation() -> str:
+    """Return the command for the environment that only run_*.sh has activated, or ""."""
+    script = os.environ.get("DDP_ACTIVATE")  # set by scripts/environment.sh
+    return f". {shlex.quote(os.path.relpath(script))}; " if script else ""
 
 
 def from_difference(replies: dict[str, str]) -> dict[str, str]:
