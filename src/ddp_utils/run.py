@@ -157,7 +157,8 @@ def check(spec: RunSpec, config: RunConfig, world: World) -> int:
     facts = environment(config, world)
     state = checkpoints.inspect(spec, settings_of(config), facts, config.restart)
     if world.is_main:
-        print(*spec.lines, *state.lines, f"run folder: {spec.folder}", sep="\n")
+        passed = f"check passed: {spec.steps} steps, run folder {spec.folder}"
+        print(*spec.lines, *state.lines, passed, sep="\n")
     return 0
 
 

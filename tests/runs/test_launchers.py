@@ -195,7 +195,8 @@ def test_check_of_the_shell_script_prints_each_line_once(tmp_path):
     assert first.startswith(
         "train: 8 rows in the format prompt, 8 used, split into 7 train, 0 val, 1 test;"
     )
-    assert last == f"run folder: {tmp_path / 'run'}" and not (tmp_path / "run").exists()
+    assert last == f"check passed: 2 steps, run folder {tmp_path / 'run'}"
+    assert not (tmp_path / "run").exists()
 
 
 def test_check_of_baking_reads_the_flags_of_the_second_program():

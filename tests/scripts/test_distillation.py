@@ -342,6 +342,6 @@ def test_check_trains_nothing(tmp_path, capsys):
     assert train.main([*SMALL, *place, "--check"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"histories: {tmp_path / 'x.npz'}, to be collected",
-        f"run folder: {tmp_path / 'run'}",
+        f"check passed: 12 steps, run folder {tmp_path / 'run'}",
     ]
     assert list(tmp_path.iterdir()) == []
