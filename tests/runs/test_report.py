@@ -427,12 +427,11 @@ def test_a_held_out_loss_that_has_risen_again_is_a_warning(losses, low, warning)
     assert len(found) == bool(warning) and "".join(found).startswith(warning)
 
 
-def test_an_environment_that_is_not_active_precedes_the_next_command(tmp_path, monkeypatch):
+def test_an_environment_that_is_not_active_precedes_the_next_command(monkeypatch):
     monkeypatch.delenv("DDP_ACTIVATE", raising=False)
     assert report.activation() == ""
-    monkeypatch.setenv("DDP_ACTIVATE", str(tmp_path / ".venv/bin/activate"))
-    monkeypatch.chdir(tmp_path)
-    assert report.activation() == ". .venv/bin/activate; "
+    monkeypatch.setenv("DDP_ACTIVATE", "/my project/.venv/bin/activate")
+    assert report.activation() == ". '/my project/.venv/bin/activate'; "
 
 
 def test_the_names_of_the_notes_are_those_of_the_data_reports():

@@ -201,7 +201,7 @@ def result_lines(folder: Path, run: dict[str, dict]) -> str:
 def activation() -> str:
     """Return the command for the environment that only run_*.sh has activated, or ""."""
     script = os.environ.get("DDP_ACTIVATE")  # set by scripts/environment.sh
-    return f". {shlex.quote(os.path.relpath(script))}; " if script else ""
+    return f". {shlex.quote(script)}; " if script else ""
 
 
 def from_difference(replies: dict[str, str]) -> dict[str, str]:
