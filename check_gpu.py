@@ -27,7 +27,7 @@ from typing import Any
 
 if importlib.util.find_spec("torch") is None:
     own = Path(__file__).resolve().with_name(".venv") / "bin/activate"
-    fix = f". {own}" if own.exists() else "./run_distributed.sh makes one"
+    fix = f"run: . '{own}'" if own.exists() else "./run_distributed.sh makes one"
     print(f"error: no torch in this environment; {fix}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -415,6 +415,7 @@ RISEN = [  # held-out losses by step, lower limit of the last one, and what the 
     ((0.75, 0.25, 0.5), 0.125, ""),  # not significant
     ((0.75, 0.5, 0.25), 0.125, ""),
     ((0.75, 0.25, 0.5), None, ""),
+    ((0.25, 0.5), 0.375, ""),  # above the loss before training: another warning
     ((), 0.5, ""),
 ]
 

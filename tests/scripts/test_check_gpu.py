@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace as Fake
@@ -217,12 +218,15 @@ def test_only_settings_of_the_libraries_are_shown(machine):
     assert facts["settings"] == ["NCCL_IB_DISABLE=1"]
 
 
-def test_an_environment_without_torch_costs_a_line():
-    done = run("-S", "check_gpu.py", "--json", PYTHONPATH="")  # -S: nothing that pip installed
-    assert (done.returncode, done.stdout) == (2, "")
-    own = ROOT / ".venv/bin/activate"
-    fix = f". {own}" if own.exists() else "./run_distributed.sh makes one"
-    assert done.stderr == f"error: no torch in this environment; {fix}\n"
+def test_an_environment_without_torch_costs_a_line(tmp_path):
+    program = shutil.copy(ROOT / "check_gpu.py", tmp_path)
+    activate = tmp_path / ".venv/bin/activate"
+    for fix in ("./run_distributed.sh makes one", f"run: . '{activate}'"):
+        done = run("-S", program, "--json", PYTHONPATH="")  # -S: nothing that pip installed
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"error: no torch in this environment; {fix}\n"
+        activate.parent.mkdir(parents=True, exist_ok=True)
+        activate.touch()
 
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)"

@@ -11,7 +11,6 @@ A run starts this program when it ends. It imports neither torch nor transformer
 import argparse
 import base64
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -163,8 +162,8 @@ def past_the_best(lines: list[dict], low: float | None) -> list[str]:
     lines: the metrics; low: lower limit of the last held-out loss, or None.
     """
     held_out = [line for line in lines if line["split"] == "val" and line.get("loss") is not None]
-    loss, step = min(((line["loss"], line["step"]) for line in held_out), default=(math.inf, 0))
-    if low is None or loss >= low:
+    loss, step = min(((line["loss"], line["step"]) for line in held_out), default=(0.0, 0))
+    if low is None or not step or loss >= low:  # step 0: metrics.worse() has a warning
         return []
     lowest = f"the held-out loss was lowest after step {step} ({loss:.4f}) and has risen since"
     return [f"warning: {lowest}; use fewer steps, or --save_best if the script has it"]
