@@ -393,3 +393,14 @@ def test_complaint_17_trainable_parameters_are_fp32_on_a_bf16_base(mode):
     if mode == "lora":
         frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("step", "logp", "fix"),
+    [(0, 0.0, "check loss_of"), (0, math.nan, "remove the rows"), (1, 0.0, "remove the rows")],
+)
+def test_a_loss_that_is_not_finite_has_the_fix_that_can_help(step, logp, fix):
+    """Before the first update, finite log-probs show that only the loss itself is wrong."""
+    rows = [SimpleNamespace(location="x.jsonl:1")]
+    with pytest.raises(NonFiniteError, match=fix):
+        checks.check_step(None, step, {"loss": math.inf}, rows, lambda: torch.tensor([[logp]]), "")

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace as Fake
